@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 _HERE = Path(__file__).resolve().parent
 # In a checkout `reference` and `cuda_src` stand beside the package and are found there; in a wheel
 # they are inside it. Both answer to snapmla_rt.reference and snapmla_rt.cuda_src.
-if not (_HERE / "reference").is_dir() and (_HERE.parent / "reference" / "numerics.py").is_file():
+if not (_HERE / "reference").is_dir() and (_HERE.parent / "reference" / "__init__.py").is_file():
     __path__.append(str(_HERE.parent))
 
 # public name -> module that defines it (filled lazily: PEP 562)
