@@ -1,0 +1,37 @@
+"""What every test shares: Hypothesis profiles and the skip of tests that need a GPU.
+
+`strategies`, `poison` and `compare` beside this file are plain modules: pytest puts this folder on
+the path, so any test says `from strategies import ...`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # plain `pytest` in a bare checkout; `python -m pytest` has it
+    sys.path.insert(0, str(ROOT))
+
+# No deadline: the reference is slow on purpose where no compiled core is built. CI is derandomised
+# so that a red run says something about the change under test; `thorough` is for a long search.
+_COMMON = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+settings.register_profile("default", max_examples=50, **_COMMON)
+settings.register_profile("ci", max_examples=50, derandomize=True, print_blob=True, **_COMMON)
+settings.register_profile("thorough", max_examples=2000, **_COMMON)
+settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
+)
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The checkout, for tests that read the project's own files."""
+    return ROOT
