@@ -131,8 +131,43 @@ def mla_decode(
     tokens, S, u, M, n, e, P, R, r, t, l, L, T, O]}, every array for all rows of the request.
     k_scale_cache must hold positive normal numbers (at least 2^-96), or NaN for a NaN token.
     """
-    q = _check_query(q_nope, q_rope, q_scale)
-    cache = cache_views(ckv_cache, k_scale_cache, k_rope_cache)
+    splits = mla_decode_splits(
+        (q_nope, q_rope, q_scale),
+        (ckv_cache, k_scale_cache, k_rope_cache),
+        block_table,
+        cache_seqlens,
+        plan,
+        softmax_scale,
+        causal=causal,
+        trace=trace,
+    )
+    out, lse = combine_splits(plan, splits)
+    return (out, lse, splits.traces) if trace else (out, lse)
+
+
+@dataclass
+class Splits:
+    """What the splits of a decode hand to the combine step: rows are query-major."""
+
+    o_accum: F32  # [splits, rows, 512]
+    lse_accum: F32  # [splits, rows], log2 units
+    traces: dict[tuple[int, int], list[dict[str, Any]]]
+
+
+def mla_decode_splits(
+    query: tuple[ArrayLike, ArrayLike, ArrayLike],
+    paged: tuple[ArrayLike, ArrayLike, ArrayLike],
+    block_table: ArrayLike,
+    cache_seqlens: ArrayLike,
+    plan: DecodePlan,
+    softmax_scale: float,
+    *,
+    causal: bool = True,
+    trace: bool = False,
+) -> Splits:
+    """[S0]..[S9] of every split: the part of `mla_decode` before its splits are combined."""
+    q = _check_query(*query)
+    cache = cache_views(*paged)
     batch, seq_len_q, num_heads = q[2].shape
     config = DecodeConfig(num_heads, seq_len_q, softmax_scale, causal, plan.config.block_n)
     seqlens = check_seqlens(cache_seqlens, batch)
@@ -153,10 +188,7 @@ def mla_decode(
         o_accum[index], lse_accum[index] = finish_split(state)
         if state.trace is not None:
             traces[req, split] = state.trace
-    out, lse = _finish(plan, o_accum, lse_accum, batch)
-    out = out.reshape(batch, seq_len_q, num_heads, KV_LORA_RANK).view(ml_dtypes.bfloat16)
-    lse = lse.reshape(batch, seq_len_q, num_heads).transpose(0, 2, 1).copy()
-    return (out, lse, traces) if trace else (out, lse)
+    return Splits(o_accum, lse_accum, traces)
 
 
 def splits_of(plan: DecodePlan, seqlens: NDArray[np.int32]) -> list[tuple[int, int, int, int]]:
@@ -351,21 +383,29 @@ def finish_split(state: RowState) -> tuple[F32, F32]:
     return canonical_nan(o), canonical_nan(np.where(empty, NEG_INF, lse2).astype(np.float32))
 
 
-def _finish(
-    plan: DecodePlan, o_accum: F32, lse_accum: F32, batch: int
-) -> tuple[NDArray[np.uint16], F32]:
-    """[S9] single splits are final; the others go through mla_combine."""
-    rows = o_accum.shape[1]
+def combine_splits(
+    plan: DecodePlan, splits: Splits
+) -> tuple[NDArray[ml_dtypes.bfloat16], NDArray[np.float32]]:
+    """[S9] single splits are final; the others go through mla_combine. Returns what mla_decode
+    does: out bf16 [b, s_q, h, 512], lse f32 [b, h, s_q]."""
+    batch, config = plan.batch, plan.config
+    rows = splits.o_accum.shape[1]
     out = np.zeros((batch, rows, KV_LORA_RANK), np.uint16)
     lse = np.zeros((batch, rows), np.float32)
     for req in range(batch):
         first, last = int(plan.num_splits[req]), int(plan.num_splits[req + 1])
         if last - first == 1:
-            out[req] = bf16_from_f32(o_accum[first])
-            lse[req] = natural_lse(lse_accum[first])
+            out[req] = bf16_from_f32(splits.o_accum[first])
+            lse[req] = natural_lse(splits.lse_accum[first])
         else:
-            out[req], lse[req] = mla_combine(o_accum[first:last], lse_accum[first:last])
-    return out, lse
+            out[req], lse[req] = mla_combine(
+                splits.o_accum[first:last], splits.lse_accum[first:last]
+            )
+    shape = (batch, config.seq_len_q, config.num_heads_q)
+    return (
+        out.reshape(*shape, KV_LORA_RANK).view(ml_dtypes.bfloat16),
+        lse.reshape(shape).transpose(0, 2, 1).copy(),
+    )
 
 
 def _codes(name: str, array: ArrayLike, kind: str, shape: str, ndim: int) -> NDArray[Any]:
