@@ -1,6 +1,7 @@
 """snapmla_rt: FP8 decoding for Multi-head Latent Attention on NVIDIA Hopper.
 
 Importing this package imports no CUDA library; public names load what they need on first use.
+Where a driver is installed, a thread starts that compiles the kernels if NVML shows a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -42,3 +43,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(_PUBLIC))
+
+
+from .jit.at_import import start as _start_jit  # noqa: E402  (needs __path__ as set above)
+
+_start_jit()

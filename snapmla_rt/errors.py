@@ -32,7 +32,10 @@ class CompileError(SnapMLAError, RuntimeError):
 
 
 class CudaError(SnapMLAError, RuntimeError):
-    """A CUDA driver call returned an error code."""
+    """A CUDA driver call returned an error code (`code`, from the function named `call`)."""
+
+    call: str = ""
+    code: int = 0
 
 
 class OutOfBlocksError(SnapMLAError, RuntimeError):

@@ -32,9 +32,14 @@ Constants that the device needs are named in `CONSTANTS`; `TILE_M` becomes `kTil
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import config, cuda_src
+from .jit.loader import KernelLoader
 from .jit.spec import KernelSpec, KernelTable
+
+if TYPE_CHECKING:
+    from .driver.launch import Kernel
 
 CONSTANTS = (
     "KV_LORA_RANK",
@@ -76,3 +81,10 @@ TABLE = KernelTable(
     constants=tuple((name, getattr(config, name)) for name in CONSTANTS),
     constants_header="snapmla_config.h",
 )
+
+LOADER = KernelLoader(TABLE)
+
+
+def kernel(name: str, variant: str = "", device_index: int = 0) -> Kernel:
+    """A kernel of the project, compiled and loaded for a device; see KernelLoader.kernel."""
+    return LOADER.kernel(name, variant, device_index)
