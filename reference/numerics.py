@@ -42,7 +42,7 @@ def as_f32(name: str, x: ArrayLike) -> F32:
 
 
 def as_codes(name: str, x: ArrayLike, unsigned: Any, storage: Any) -> NDArray[Any]:
-    """The bit patterns of `x`, which has dtype `unsigned` already or the ml_dtypes one `storage`."""
+    """The bit patterns of `x`, whose dtype is `unsigned` already or the ml_dtypes one `storage`."""
     array = np.asarray(x)
     if array.dtype == np.dtype(storage):
         return array.view(unsigned)

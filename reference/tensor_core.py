@@ -24,13 +24,14 @@ return uint32 patterns and accept leading batch dimensions, which broadcast.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from snapmla_rt.config import QK_STEP_BF16, QK_STEP_FP8
+from snapmla_rt.config import QK_STEP_BF16, QK_STEP_FP8, TILE_M
 from snapmla_rt.errors import ArgumentError
 
 from .numerics import NAN_BITS, as_bf16_bits, as_e4m3_codes
@@ -155,9 +156,7 @@ def _step(
 ) -> U32:
     shape = (*_batch("a, b", a, b), a.shape[-2], b.shape[-2])
     accumulator = _accumulator(c, shape)
-    if _use_compiled(backend):
-        raise NotImplementedError
-    return _numpy_chain(rule, a, b, accumulator)
+    return _run([(rule, a, b)], accumulator, backend, num_threads)
 
 
 # --- Chains ------------------------------------------------------------------------------------
@@ -190,10 +189,8 @@ def qk_chain(
             raise ArgumentError(name, f"{codes.shape[-2]} rows, as the codes", rope.shape)
     batch = _batch("q_codes, k_codes, q_rope, k_rope", q8, k8, q16, k16)
     accumulator = _accumulator(c, (*batch, q8.shape[-2], k8.shape[-2]))
-    if _use_compiled(backend):
-        raise NotImplementedError
-    latent = _numpy_chain(E4M3_RULE, q8, k8, accumulator)
-    return _numpy_chain(BF16_RULE, q16, k16, latent)
+    chain = [(E4M3_RULE, q8, k8), (BF16_RULE, q16, k16)]
+    return _run(chain, accumulator, backend, num_threads)
 
 
 def pv_chain(
@@ -210,14 +207,72 @@ def pv_chain(
     if v.shape[-2] != p.shape[-1]:
         raise ArgumentError("v_codes", f"shape [..., {p.shape[-1]}, dims]", v.shape)
     shape = (*_batch("p_codes, v_codes", p, v), p.shape[-2], v.shape[-1])
-    if _use_compiled(backend):
-        raise NotImplementedError
-    return _numpy_chain(E4M3_RULE, p, np.swapaxes(v, -1, -2), _accumulator(0, shape))
+    chain = [(E4M3_RULE, p, np.swapaxes(v, -1, -2))]
+    return _run(chain, _accumulator(0, shape), backend, num_threads)
 
 
 def _check_steps(name: str, k: int, rule: StepRule) -> None:
     if k % rule.step_k:
         raise ArgumentError(name, f"a multiple of {rule.step_k} columns", k)
+
+
+# One instruction kind along the last axis of A [..., M, K] and B [..., N, K].
+Link = tuple[StepRule, NDArray[Any], NDArray[Any]]
+
+
+def _run(chain: list[Link], c: U32, backend: str | None, num_threads: int) -> U32:
+    """The links of `chain` one after the other on accumulator c [..., M, N] (already broadcast)."""
+    if num_threads < 1:
+        raise ArgumentError("num_threads", "at least 1", num_threads)
+    if _use_compiled(backend):
+        return _compiled_chain(chain, c, num_threads)
+    for rule, a, b in chain:
+        c = _numpy_chain(rule, a, b, c)
+    return np.array(c)
+
+
+def _broadcast_batch(x: NDArray[Any], batch: tuple[int, ...]) -> NDArray[Any]:
+    return np.broadcast_to(x, (*batch, *x.shape[-2:]))
+
+
+# --- The compiled path ---------------------------------------------------------------------------
+
+
+def _compiled_chain(chain: list[Link], c: U32, num_threads: int) -> U32:
+    """`_run` in C. The columns of each matrix are shared out among the threads."""
+    batch, n = c.shape[:-2], c.shape[-1]
+    d = np.array(c, order="C")
+    links = []
+    for rule, a, b in chain:
+        # Rows must be contiguous, except of values seen as [dims, tokens]: their columns are.
+        if rule is BF16_RULE or b.strides[-2] != b.itemsize:
+            b = _contiguous_rows(b)
+        a, b = _broadcast_batch(_contiguous_rows(a), batch), _broadcast_batch(b, batch)
+        links.append((rule, a, b))
+
+    def work(job: tuple[tuple[int, ...], slice]) -> None:
+        index, columns = job
+        for rule, a, b in links:
+            step = _wgmma.chain_e4m3 if rule is E4M3_RULE else _wgmma.chain_bf16
+            step(a[index], b[index][columns], d[index][:, columns])
+
+    parts = min(num_threads, -(-n // TILE_M))
+    width = -(-n // (TILE_M * max(parts, 1))) * TILE_M
+    columns = [slice(start, start + width) for start in range(0, n, max(width, 1))]
+    jobs = [(index, part) for index in np.ndindex(*batch) for part in columns]
+    if num_threads == 1 or len(jobs) == 1:
+        for job in jobs:
+            work(job)
+    else:
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(work, jobs))
+    return d
+
+
+def _contiguous_rows(x: NDArray[Any]) -> NDArray[Any]:
+    """`x`, copied if its rows are not contiguous or not aligned to its elements."""
+    aligned = x.flags.aligned and all(stride % x.itemsize == 0 for stride in x.strides)
+    return x if aligned and x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
 
 
 # --- The specification in NumPy ------------------------------------------------------------------
@@ -226,10 +281,9 @@ def _check_steps(name: str, k: int, rule: StepRule) -> None:
 def _numpy_chain(rule: StepRule, a: NDArray[Any], b: NDArray[Any], c: U32) -> U32:
     """Steps of `rule` along the last axis of a and b, from accumulator c (already broadcast)."""
     if c.size == 0:
-        return c.copy()
+        return np.array(c)
     batch, (m, n) = c.shape[:-2], c.shape[-2:]
-    a = np.broadcast_to(a, (*batch, *a.shape[-2:]))
-    b = np.broadcast_to(b, (*batch, *b.shape[-2:]))
+    a, b = _broadcast_batch(a, batch), _broadcast_batch(b, batch)
     out = np.empty(c.shape, np.uint32)
     columns = min(n, max(1, _NUMPY_PRODUCTS // rule.step_k))
     rows = min(m, max(1, _NUMPY_PRODUCTS // (rule.step_k * columns)))
