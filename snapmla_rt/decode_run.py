@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backends import Backend, make_backend
-from .capture import LayerCapture
+from .capture import BFLOAT16, LayerCapture
 from .config import BLOCK_SIZE, BYTES_PER_TOKEN, HEAD_DIM_QK
 from .metrics import ErrorSummary, error_summary
 from .progress import Progress
@@ -40,11 +40,15 @@ class DecodeOptions:
 @dataclass(frozen=True)
 class LayerErrors:
     """unquantised: against float64 attention on the inputs as they came; dequantised: on what the
-    cache and the quantised queries stand for; floor: float64 with P rounded, against the same."""
+    cache and the quantised queries stand for; floor: float64 with P rounded, against the same;
+    floor_bf16: the floor with its output rounded to bf16, as every output here is. Where one token
+    holds most of a row's weight P loses next to nothing, and the output's rounding is what is left.
+    """
 
     unquantised: ErrorSummary
     dequantised: ErrorSummary
     floor: ErrorSummary
+    floor_bf16: ErrorSummary
 
 
 @dataclass(frozen=True)
@@ -153,12 +157,13 @@ def _errors(
                 )
             )
             progress.advance()
-    unquantised = _stacked(exact)
-    on_cached = _stacked(dequantised)
+    on_cached, with_p_rounded = _stacked(dequantised), _stacked(floor)
+    in_bf16 = with_p_rounded[0].astype(BFLOAT16), with_p_rounded[1]
     return LayerErrors(
-        unquantised=_summary(results, unquantised),
+        unquantised=_summary(results, _stacked(exact)),
         dequantised=_summary(results, on_cached),
-        floor=_summary(_stacked(floor), on_cached),
+        floor=_summary(with_p_rounded, on_cached),
+        floor_bf16=_summary(in_bf16, on_cached),
     )
 
 

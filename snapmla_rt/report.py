@@ -14,6 +14,7 @@ _KINDS = {
     "unquantised": "float64 on the inputs as they came",
     "dequantised": "float64 on the dequantised inputs",
     "floor": "floor: float64 with only P rounded",
+    "floor_bf16": "the same, output rounded to BF16",
 }
 
 
