@@ -53,6 +53,7 @@ LOGIT_MAX = 2.0**100  # log2-domain logits of visible tokens are held within +-t
 LOGIT_SAFE = 2.0**99  # a block whose maximum lies within +-this needs no holding
 LN2_BITS = 0x3F317218  # float32 of ln 2
 LOG2E = 1.4426950408889634  # float64
+SQRT_HALF_BITS = 0x3F3504F3  # float32 of sqrt(1/2): log2_soft takes mantissas from here up
 # log2(1 + f) = f * p(f) on [sqrt(1/2) - 1, sqrt(2) - 1]: float32 coefficients of p, constant first.
 # Minimax in float64, rounded one after the other with the rest refitted (the first is log2(e)):
 # 9.1e-9 absolute error in exact arithmetic.

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import config, cuda_src
+from .decode_kernels import DECODE_SPECS
 from .jit.loader import KernelLoader
 from .jit.spec import KernelSpec, KernelTable
 
@@ -62,13 +63,15 @@ CONSTANTS = (
     "LOGIT_MAX",
     "LOGIT_SAFE",
     "LN2_BITS",
+    "SQRT_HALF_BITS",
+    "LOG2_COEFFS_BITS",
     "FLT_MIN_NORMAL",
     "PLAN_OVERHEAD_BLOCKS",
     "PLAN_FIELDS",
     "INVARIANT_SPLIT_TOKENS",
 )
 
-SPECS: tuple[KernelSpec, ...] = ()
+SPECS: tuple[KernelSpec, ...] = (*DECODE_SPECS,)
 
 
 def _source_root() -> Path:

@@ -1,0 +1,59 @@
+// Waiting on mbarriers, and the counters that say which buffer and which phase are next.
+#pragma once
+
+#include "ptx/mbarrier.cuh"
+
+// Shared address of a shared-memory object.
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+#if SNAPMLA_DEBUG
+// Bounded: about ten seconds, then the kernel stops and says where it waited.
+constexpr long long kMaxWaitCycles = 20000000000ll;
+
+__device__ __noinline__ void report_hang(unsigned bar, unsigned parity, const char* file, int line) {
+  printf("%s:%d: CTA (%u, %u) thread %u waits on barrier 0x%x parity %u: hang\n", file, line,
+         blockIdx.x, blockIdx.y, threadIdx.x, bar, parity);
+  __trap();
+}
+
+__device__ __forceinline__ void wait_at(unsigned bar, unsigned parity, const char* file, int line) {
+  const long long start = clock64();
+  while (!mbarrier_try_wait_parity(bar, parity)) {
+    if (clock64() - start > kMaxWaitCycles) report_hang(bar, parity, file, line);
+  }
+}
+#define MBARRIER_WAIT(bar, parity) wait_at(bar, parity, __FILE__, __LINE__)
+
+// Stops the kernel with file and line where a condition that the host promised does not hold.
+#define DEVICE_CHECK(condition)                                                     \
+  do {                                                                              \
+    if (!(condition)) {                                                             \
+      printf("%s:%d: CTA (%u, %u) thread %u: %s\n", __FILE__, __LINE__, blockIdx.x, \
+             blockIdx.y, threadIdx.x, #condition);                                  \
+      __trap();                                                                     \
+    }                                                                               \
+  } while (false)
+#else
+__device__ __forceinline__ void wait_for(unsigned bar, unsigned parity) {
+  while (!mbarrier_try_wait_parity(bar, parity)) {
+  }
+}
+#define MBARRIER_WAIT(bar, parity) wait_for(bar, parity)
+#define DEVICE_CHECK(condition) ((void)0)
+#endif
+
+// Position in a ring of kDepth buffers: `index` names the buffer, `phase` the parity of its barrier.
+template <int kDepth>
+struct Ring {
+  unsigned index = 0;
+  unsigned phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++index == kDepth) {
+      index = 0;
+      phase ^= 1;
+    }
+  }
+};

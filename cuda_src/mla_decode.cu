@@ -1,0 +1,117 @@
+// mla_decode: paged, split-KV FP8 MLA decode attention. Mirror: reference/mla_decode.py, whose bytes
+// this kernel equals (out and lse).
+//
+// Maths, per query row and block of 64 tokens, blocks in order, fp32 round to nearest:
+//   [S0] c = hold(q_scale softmax_scale log2 e)
+//   [S1] lk = log2(ks), rk = 1 / ks; tokens beyond the length are zero
+//   [S2] S = 16 e4m3 steps over the latent, then 4 bf16 steps over RoPE, one accumulator
+//   [S3] u = fma(S ks, c, lk); masked u = -inf
+//   [S4] M = max u; n = M - log2 448, rounded up
+//   [S5] e = exp2(u - n); P = e4m3(e)
+//   [S6] R rises where M > R + 8: r = exp2(R - M); t = exp2(n - R); L *= r, O *= r
+//   [S7] l = sum e rk in lane order; L = fma(l, t, L)
+//   [S8] T = P V from zero, 2 e4m3 steps; O = fma(T, t, O)
+//   [S9] o = hold(O / L); lse2 = R + log2 L; one split: bf16 and nats, else fp32 partials
+//
+// Arguments (MlaDecodeParams; the API checks them):
+//   q_nope_map, q_rope_map  tensor maps over q_nope e4m3 [b][rows][512], q_rope bf16 [b][rows][64]
+//   q_scale                 f32 [b][rows], rows = seq_len_q x num_heads_q, query-major
+//   ckv_map, rope_map       tensor maps over the latent and RoPE planes of the cache blocks
+//   k_scale, k_scale_block_stride  f32 [64] a block, stride in bytes (multiple of 16)
+//   block_table, block_table_stride  i32 [b][stride]; entries beyond the length are not read
+//   cache_seqlens           i32 [b]; parts i32 [grid.y][8]; num_splits i32 [b + 1]: the plan
+//   out bf16 [b][rows][512], lse f32 [b][heads][seq_len_q]: requests with one split
+//   o_accum f32 [splits][rows][512], lse_accum f32 [splits][rows]: the others, for mla_combine
+//   logit_factor            f32(softmax_scale log2 e), held in the normal range
+//
+// Launch: grid (row tiles of 64, parts), 512 threads, dynamic shared memory of `Storage`, one CTA an
+// SM; may be launched as a dependent of the kernels that write Q and the cache.
+//
+// Roles, one warpgroup each (registers for up to 32 / 64 rows):
+//   scores  184 / 120   S, softmax, P, row sums                       mla_decode/weights.cuh
+//   output  152 / 184   two warpgroups, 256 dims each: T and O        mla_decode/output.cuh
+//   load    24          warp 0 cache blocks, 1-2 token factors, 3 Q   mla_decode/load.cuh
+// Shared memory (219 KB): Q 40 KB, 4 stages of 40 KB, 2 P tiles of 4 KB, factors; storage.cuh.
+// Barriers (storage.cuh says who arrives and who waits): a stage goes load -> tokens -> scores ->
+// output -> load; P tiles and row factors go scores -> output -> scores. Output warps take blocks
+// strictly in order, so the order of accumulation is the reference's whatever the timing.
+//
+// Empty rows: a row without a visible token has L = 0: out 0, lse +inf (partials: -inf). A request
+// of length 0 takes no block and writes exactly that. Not checked here: block ids in range, scales
+// at least 2^-96 or NaN (debug builds check ids).
+#include "mla_decode/load.cuh"
+#include "mla_decode/output.cuh"
+#include "mla_decode/storage.cuh"
+#include "mla_decode/weights.cuh"
+#include "ptx/griddep.cuh"
+#include "ptx/setmaxnreg.cuh"
+
+__device__ __forceinline__ void init_barriers(Barriers& b) {
+  constexpr int kScoreWarps = 4, kOutputWarps = 8, kTokenWarps = 2;
+  mbarrier_init(shared_address(&b.query_full), 1);
+  mbarrier_init(shared_address(&b.query_empty), kScoreWarps);
+  for (int i = 0; i < kStages; ++i) {
+    mbarrier_init(shared_address(&b.stage_full[i]), 1);
+    mbarrier_init(shared_address(&b.stage_empty[i]), kOutputWarps);
+    mbarrier_init(shared_address(&b.tokens_ready[i]), kTokenWarps);
+  }
+  for (int i = 0; i < kBuffers; ++i) {
+    mbarrier_init(shared_address(&b.weights_full[i]), kScoreWarps);
+    mbarrier_init(shared_address(&b.weights_empty[i]), kOutputWarps);
+  }
+  mbarrier_init(shared_address(&b.sum_full), kScoreWarps);
+  mbarrier_init(shared_address(&b.sum_empty), kOutputWarps);
+  fence_mbarrier_init();
+}
+
+__device__ __forceinline__ void start(const MlaDecodeParams& p, Storage& s) {
+  if (threadIdx.x == 0) {
+    prefetch_tensormap(&p.ckv_map);
+    prefetch_tensormap(&p.rope_map);
+    prefetch_tensormap(&p.q_nope_map);
+    prefetch_tensormap(&p.q_rope_map);
+    init_barriers(s.barriers);
+  }
+#if SNAPMLA_DEBUG
+  // NaN codes wherever nothing has been written yet.
+  unsigned* end = reinterpret_cast<unsigned*>(&s.barriers);
+  for (unsigned* at = reinterpret_cast<unsigned*>(&s) + threadIdx.x; at < end; at += kThreads) {
+    *at = 0xffffffffu;
+  }
+  fence_proxy_async_shared();
+#endif
+  // Score warps without rows never write their flag.
+  if (threadIdx.x < kBuffers * 4) s.raised[threadIdx.x / 4][threadIdx.x % 4] = 0;
+  __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mla_decode(const __grid_constant__ MlaDecodeParams p) {
+  extern __shared__ unsigned char raw[];
+  Storage& s = *reinterpret_cast<Storage*>(raw);
+  start(p, s);
+  griddepcontrol_wait();
+  const int role = threadIdx.x / kWarpgroup;
+  if (role == kScoreRole) {
+    if constexpr (kScoreRegisters < kRegistersAtLaunch) {
+      setmaxnreg_dec<kScoreRegisters>();
+    } else {
+      setmaxnreg_inc<kScoreRegisters>();
+    }
+    score_role(p, s);
+  } else if (role == kProducerRole) {
+    setmaxnreg_dec<kProducerRegisters>();
+    const int warp = (threadIdx.x >> 5) & 3;
+    if (warp == kLoadWarp) {
+      load_role(p, s);
+      griddepcontrol_launch_dependents();
+    } else if (warp == kQueryWarp) {
+      query_role(p, s);
+    } else {
+      token_role(p, s);
+    }
+  } else {
+    setmaxnreg_inc<kOutputRegisters>();
+    output_role(p, s, role - kOutputLeftRole);
+  }
+}

@@ -1,0 +1,123 @@
+// The producer warpgroup: cache blocks, token factors ([S1]) and query tiles.
+#pragma once
+
+#include "common/log2.cuh"
+#include "common/pipeline.cuh"
+#include "mla_decode/schedule.cuh"
+#include "mla_decode/storage.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/tma.cuh"
+
+// Start the copies of cache block `page` into a stage (one thread).
+__device__ __forceinline__ void load_block(const MlaDecodeParams& p, Storage& s, unsigned stage,
+                                           int page, unsigned long long policy) {
+  const unsigned bar = shared_address(&s.barriers.stage_full[stage]);
+  mbarrier_arrive_expect_tx(bar, kStageTxBytes);
+  tma_load_4d(shared_address(s.stages[stage].latent), &p.ckv_map, bar, policy, 0, 0, 0, page);
+  tma_load_3d(shared_address(s.stages[stage].rope), &p.rope_map, bar, policy, 0, 0, page);
+  const char* scale = static_cast<const char*>(p.k_scale) + page * p.k_scale_block_stride;
+  bulk_load(shared_address(s.scale[stage]), scale, kScaleBytes, bar, policy);
+}
+
+// Load warp: all cache blocks of the CTA, as early as stages are free. Page ids are read by the
+// whole warp, 32 at a time and one batch ahead, so no copy waits for its id.
+__device__ __forceinline__ void load_role(const MlaDecodeParams& p, Storage& s) {
+  const int lane = threadIdx.x & 31;
+  const unsigned long long policy = createpolicy_evict_first();
+  Schedule schedule(p);
+  Split split;
+  Ring<kStages> ring;
+  while (schedule.next(split)) {
+    const int* table = p.block_table + split.req * p.block_table_stride;
+    int ids = 0;
+    int ahead = split.begin + lane < split.end ? table[split.begin + lane] : 0;
+    for (int block = split.begin; block < split.end; ++block) {
+      const int offset = (block - split.begin) & 31;
+      if (offset == 0) {
+        ids = ahead;
+        ahead = block + 32 + lane < split.end ? table[block + 32 + lane] : 0;
+      }
+      const int page = __shfl_sync(0xffffffffu, ids, offset);
+      DEVICE_CHECK(page >= 0 && page < p.num_blocks);
+      if (lane == 0) {
+        MBARRIER_WAIT(shared_address(&s.barriers.stage_empty[ring.index]), ring.phase ^ 1);
+        load_block(p, s, ring.index, page, policy);
+      }
+      __syncwarp();
+      ring.advance();
+    }
+  }
+}
+
+// Zero one token's latent and RoPE in a stage: rows stay whole under the swizzle.
+__device__ __forceinline__ void zero_token(Stage& stage, int token) {
+  const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+  for (int i = 0; i < 8; ++i) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      reinterpret_cast<float4*>(stage.latent + chunk * kChunkBytes + token * 128)[i] = zero;
+    }
+    reinterpret_cast<float4*>(stage.rope + token * 128)[i] = zero;
+  }
+}
+
+// [S1] One token's factors. In a block that hides tokens from some row, tokens beyond the length
+// and NaN tokens are zeroed, so that 0 x NaN cannot reach a row that does not see them.
+__device__ __forceinline__ void prepare_token(Storage& s, unsigned stage, int token, bool inside,
+                                              bool masked) {
+  const float ks = inside ? s.scale[stage][token] : 0.0f;
+  const bool nan = ks != ks;
+  if (masked && (!inside || nan)) {
+    zero_token(s.stages[stage], token);
+    fence_proxy_async_shared();
+  }
+  float* scales = reinterpret_cast<float*>(&s.token_scale[stage][token >> 1]);
+  scales[token & 1] = ks;
+  scales[2 + (token & 1)] = log2_soft(ks);
+  reinterpret_cast<float*>(&s.token_inverse[stage][token >> 1])[token & 1] =
+      inside && !nan ? __frcp_rn(ks) : 0.0f;
+}
+
+// Token warps: one thread a token of the block.
+__device__ __forceinline__ void token_role(const MlaDecodeParams& p, Storage& s) {
+  const int token = threadIdx.x & 63;
+  const int first_row = blockIdx.x * kTileM;
+  Schedule schedule(p);
+  Split split;
+  Ring<kStages> ring;
+  while (schedule.next(split)) {
+    const int limit = row_limit(p, first_row, split.seqlen);
+    for (int block = split.begin; block < split.end; ++block) {
+      const bool inside = block * kBlockN + token < split.seqlen;
+      const bool masked = (block + 1) * kBlockN > limit;
+      MBARRIER_WAIT(shared_address(&s.barriers.stage_full[ring.index]), ring.phase);
+      prepare_token(s, ring.index, token, inside, masked);
+      __syncwarp();
+      if ((threadIdx.x & 31) == 0) {
+        mbarrier_arrive(shared_address(&s.barriers.tokens_ready[ring.index]));
+      }
+      ring.advance();
+    }
+  }
+}
+
+// Query warp: the Q tile of each split. Rows beyond the request's are zero-filled by the copy.
+__device__ __forceinline__ void query_role(const MlaDecodeParams& p, Storage& s) {
+  if ((threadIdx.x & 31) != 0) return;
+  const unsigned long long policy = createpolicy_evict_last();
+  const unsigned bar = shared_address(&s.barriers.query_full);
+  const int row = blockIdx.x * kTileM;
+  Schedule schedule(p);
+  Split split;
+  unsigned phase = 0;
+  while (schedule.next(split)) {
+    MBARRIER_WAIT(shared_address(&s.barriers.query_empty), phase ^ 1);
+    mbarrier_arrive_expect_tx(bar, kQueryTxBytes);
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      tma_load_3d(shared_address(s.query_latent + chunk * kChunkBytes), &p.q_nope_map, bar, policy,
+                  chunk * 128, row, split.req);
+    }
+    tma_load_3d(shared_address(s.query_rope), &p.q_rope_map, bar, policy, 0, row, split.req);
+    phase ^= 1;
+  }
+}

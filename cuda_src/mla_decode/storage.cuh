@@ -1,0 +1,78 @@
+// Shared memory, barriers, roles and register budgets of mla_decode.
+#pragma once
+
+#include "common/pipeline.cuh"
+#include "mla_decode_params.h"
+#include "snapmla_config.h"
+
+// Query rows that this variant computes: 16, 32 or 64 of the 64 rows of a tile; the rest are zero.
+constexpr int kRows = ROWS;
+constexpr int kBlockN = 64;  // tokens of a softmax block: one cache block
+// Up to 32 rows leave registers for all of Q in the score warps, which frees shared-memory
+// bandwidth; at 64 rows the outputs need them.
+constexpr bool kQueryInRegisters = kRows <= 32;
+
+constexpr int kWarpgroup = 128;
+enum Role { kScoreRole = 0, kOutputLeftRole = 1, kOutputRightRole = 2, kProducerRole = 3 };
+constexpr int kThreads = 4 * kWarpgroup;
+// setmaxnreg: the four warpgroups share 512 x 128 registers.
+constexpr int kRegistersAtLaunch = 128;
+constexpr int kScoreRegisters = kQueryInRegisters ? 184 : 120;
+constexpr int kOutputRegisters = kQueryInRegisters ? 152 : 184;
+constexpr int kProducerRegisters = 24;
+static_assert(kScoreRegisters + 2 * kOutputRegisters + kProducerRegisters == 4 * kRegistersAtLaunch,
+              "register pool");
+
+enum ProducerWarp { kLoadWarp = 0, kTokenWarp0 = 1, kTokenWarp1 = 2, kQueryWarp = 3 };
+
+constexpr int kStages = 4;   // cache blocks in shared memory
+constexpr int kBuffers = 2;  // P tiles and their row factors
+constexpr int kChunks = 4;   // 128-byte chunks of a latent row
+constexpr int kChunkBytes = kBlockSize * 128;
+constexpr int kLatentBytes = kChunks * kChunkBytes;  // 32,768
+constexpr int kRopeBytes = kBlockSize * 128;         // 8,192
+constexpr int kScaleBytes = kBlockSize * 4;
+constexpr int kStageTxBytes = kLatentBytes + kRopeBytes + kScaleBytes;
+constexpr int kQueryTxBytes = kLatentBytes + kRopeBytes;
+
+// Factors of rows as the output warps read them: row 8 j + 2 lane + d at [lane][2 j + d], 80 bytes
+// apart so that the four lanes' 16-byte reads touch different banks.
+constexpr int kFactorStride = 20;
+constexpr int kFactors = 4 * kFactorStride;
+__device__ __forceinline__ int factor_index(int row) {
+  return ((row & 7) >> 1) * kFactorStride + 2 * (row >> 3) + (row & 1);
+}
+
+// Barriers by the fact whose completion they announce.
+struct Barriers {
+  unsigned long long query_full;              // Q tile landed               load -> scores
+  unsigned long long query_empty;             // Q tile no longer read       scores -> query warp
+  unsigned long long stage_full[kStages];     // cache block landed          load -> tokens, output
+  unsigned long long stage_empty[kStages];    // cache block no longer read  output -> load warp
+  unsigned long long tokens_ready[kStages];   // token factors, tails zeroed tokens -> scores
+  unsigned long long weights_full[kBuffers];  // P and row factors written   scores -> output
+  unsigned long long weights_empty[kBuffers]; // P and row factors read      output -> scores
+  unsigned long long sum_full;                // 1 / L written               scores -> output
+  unsigned long long sum_empty;               // 1 / L read                  output -> scores
+};
+
+struct Stage {
+  unsigned char latent[kLatentBytes];  // [chunk][token][128 B], 128-byte swizzle
+  unsigned char rope[kRopeBytes];      // [token][128 B], 128-byte swizzle
+};
+
+struct alignas(1024) Storage {
+  unsigned char query_latent[kLatentBytes];  // [chunk][row][128 B], 128-byte swizzle
+  unsigned char query_rope[kRopeBytes];      // [row][128 B], 128-byte swizzle
+  Stage stages[kStages];
+  unsigned char weights[kBuffers][kTileM * kBlockN];  // P^T: [row][64 slots], 64-byte swizzle
+  float scale[kStages][kBlockN];                      // ks as loaded
+  float4 token_scale[kStages][kBlockN / 2];           // token pairs: ks, ks', lk, lk'
+  float2 token_inverse[kStages][kBlockN / 2];         // token pairs: rk, rk'
+  float block_factor[kBuffers][kFactors];             // t of the rows
+  float raise_factor[kBuffers][kFactors];             // r of the rows
+  int raised[kBuffers][4];                            // by score warp: some r is not 1
+  float sum_inverse[kFactors];                        // 1 / L of the rows
+  Barriers barriers;
+};
+static_assert(sizeof(Storage) == SMEM_BYTES, "the kernel table states the size");

@@ -1,0 +1,93 @@
+// Dump of one block's intermediates, by the names of reference.mla_decode(..., trace=True).
+//
+// Built with SNAPMLA_TRACE only; otherwise every call is empty. The chosen block is named by the
+// params trace_req and trace_block; each CTA of the row tiles writes its own rows.
+#pragma once
+
+#include "mla_decode/storage.cuh"
+
+// Layout of the trace buffer in floats, a row tile after the other.
+constexpr int kTraceScores = 0;                                    // S [64][64]
+constexpr int kTraceWeights = kTraceScores + kTileM * kBlockN;     // e [64][64]
+constexpr int kTraceRows = kTraceWeights + kTileM * kBlockN;       // M n t r R [5][64]
+constexpr int kTraceSums = kTraceRows + 5 * kTileM;                // L [64][4]
+constexpr int kTraceChunk = kTraceSums + 4 * kTileM;               // T [64][512]
+constexpr int kTraceOutput = kTraceChunk + kTileM * kKvLoraRank;   // O [64][512]
+constexpr int kTraceFloats = kTraceOutput + kTileM * kKvLoraRank;
+
+#if SNAPMLA_TRACE
+struct TraceBlock {
+  float* base = nullptr;
+
+  __device__ __forceinline__ TraceBlock(const MlaDecodeParams& p, int req, int block, int) {
+    if (req == p.trace_req && block == p.trace_block) {
+      base = p.trace + static_cast<long long>(blockIdx.x) * kTraceFloats;
+    }
+  }
+
+  __device__ __forceinline__ void tile(int at, const float (&x)[32]) const {
+    const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
+    for (int i = 0; i < 32; ++i) {
+      const int row = 16 * warp + (lane >> 2) + 8 * ((i >> 1) & 1);
+      base[at + row * kBlockN + 8 * (i >> 2) + 2 * (lane & 3) + (i & 1)] = x[i];
+    }
+  }
+
+  __device__ __forceinline__ void scores(const float (&x)[32]) const {
+    if (base) tile(kTraceScores, x);
+  }
+
+  __device__ __forceinline__ void rows(const float (&top)[2], const float (&n)[2],
+                                       const float (&t)[2], const float (&r)[2],
+                                       const float (&reference)[2], const float (&sum)[2],
+                                       const float (&e)[32]) const {
+    if (!base) return;
+    tile(kTraceWeights, e);
+    const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * warp + (lane >> 2) + 8 * half;
+      const float values[5] = {top[half], n[half], t[half], r[half], reference[half]};
+      for (int i = 0; i < 5; ++i) base[kTraceRows + i * kTileM + row] = values[i];
+      base[kTraceSums + row * 4 + (lane & 3)] = sum[half];
+    }
+  }
+};
+
+struct TraceOutput {
+  float* base = nullptr;
+  int half;
+
+  __device__ __forceinline__ TraceOutput(const MlaDecodeParams& p, int req, int block, int h)
+      : half(h) {
+    if (req == p.trace_req && block == p.trace_block) {
+      base = p.trace + static_cast<long long>(blockIdx.x) * kTraceFloats;
+    }
+  }
+
+  __device__ __forceinline__ void chunk(int c, const float (&tile)[kRows / 2],
+                                        const float (&o)[kRows / 2]) const {
+    if (!base) return;
+    const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
+    for (int i = 0; i < kRows / 2; ++i) {
+      const int row = 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
+      const int dim = 256 * half + 64 * c + 16 * warp + 2 * (lane >> 2) + ((i >> 1) & 1);
+      base[kTraceChunk + row * kKvLoraRank + dim] = tile[i];
+      base[kTraceOutput + row * kKvLoraRank + dim] = o[i];
+    }
+  }
+};
+#else
+struct TraceBlock {
+  __device__ __forceinline__ TraceBlock(const MlaDecodeParams&, int, int, int) {}
+  __device__ __forceinline__ void scores(const float (&)[32]) const {}
+  __device__ __forceinline__ void rows(const float (&)[2], const float (&)[2], const float (&)[2],
+                                       const float (&)[2], const float (&)[2], const float (&)[2],
+                                       const float (&)[32]) const {}
+};
+
+struct TraceOutput {
+  __device__ __forceinline__ TraceOutput(const MlaDecodeParams&, int, int, int) {}
+  __device__ __forceinline__ void chunk(int, const float (&)[kRows / 2],
+                                        const float (&)[kRows / 2]) const {}
+};
+#endif

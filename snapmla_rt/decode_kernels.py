@@ -1,0 +1,78 @@
+"""Kernel table rows of the decode stages: plan_decode, mla_decode, mla_combine."""
+
+from __future__ import annotations
+
+from .jit.spec import KernelSpec, Variant
+
+DECODE_THREADS = 512
+DECODE_ROWS = (16, 32, 64)  # query rows that a variant of mla_decode computes
+
+# sizeof(Storage) by rows; the kernel asserts that it is this.
+_DECODE_SMEM = {16: 219136, 32: 219136, 64: 219136}
+# Spill bytes that a variant may have, each measured to cost nothing or stated in the decode log.
+_DECODE_SPILLS = {16: 0, 32: 0, 64: 0}
+
+
+def decode_variant_name(rows: int, *, debug: bool = False, trace: bool = False) -> str:
+    """Name of the mla_decode variant for this many query rows of a tile."""
+    return f"rows{rows}" + ("_debug" if debug else "") + ("_trace" if trace else "")
+
+
+def _decode_variant(rows: int, debug: bool = False, trace: bool = False) -> Variant:
+    defines: list[tuple[str, int | str]] = [("ROWS", rows), ("SMEM_BYTES", _DECODE_SMEM[rows])]
+    if debug:
+        defines.append(("SNAPMLA_DEBUG", 1))
+    if trace:
+        defines.append(("SNAPMLA_TRACE", 1))
+    # Looking inside costs registers; only the kernels that serve are held to their budget.
+    spills = 1 << 20 if debug or trace else _DECODE_SPILLS[rows]
+    return Variant(
+        decode_variant_name(rows, debug=debug, trace=trace),
+        tuple(defines),
+        _DECODE_SMEM[rows],
+        max_spill_bytes=spills,
+    )
+
+
+MLA_DECODE = KernelSpec(
+    name="mla_decode",
+    source="mla_decode.cu",
+    params=(
+        ("ckv_map", "tensor_map"),
+        ("rope_map", "tensor_map"),
+        ("q_nope_map", "tensor_map"),
+        ("q_rope_map", "tensor_map"),
+        ("q_scale", "ptr<const float>"),
+        ("k_scale", "ptr<const void>"),
+        ("k_scale_block_stride", "i64"),
+        ("block_table", "ptr<const int>"),
+        ("block_table_stride", "i64"),
+        ("cache_seqlens", "ptr<const int>"),
+        ("parts", "ptr<const int>"),
+        ("num_splits", "ptr<const int>"),
+        ("out", "ptr<void>"),
+        ("lse", "ptr<float>"),
+        ("o_accum", "ptr<float>"),
+        ("lse_accum", "ptr<float>"),
+        ("trace", "ptr<float>"),
+        ("logit_factor", "f32"),
+        ("num_rows", "i32"),
+        ("num_heads_q", "i32"),
+        ("seq_len_q", "i32"),
+        ("causal", "i32"),
+        ("num_blocks", "i32"),
+        ("fixed_splits", "i32"),
+        ("split_blocks", "i32"),
+        ("trace_req", "i32"),
+        ("trace_block", "i32"),
+    ),
+    threads=DECODE_THREADS,
+    variants=(
+        *(_decode_variant(rows) for rows in DECODE_ROWS),
+        *(_decode_variant(rows, debug=True) for rows in DECODE_ROWS),
+        *(_decode_variant(rows, debug=True, trace=True) for rows in DECODE_ROWS),
+    ),
+    max_registers=128,
+)
+
+DECODE_SPECS = (MLA_DECODE,)
