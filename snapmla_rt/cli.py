@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return precompile(arguments[1:])
         args = _parser().parse_args(arguments)
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()  # a reader that went away shows here, not while Python shuts down
+        return code
     except SystemExit as stop:  # --help, --version and argparse's errors
         return stop.code if isinstance(stop.code, int) else 2
     except SnapMLAError as error:

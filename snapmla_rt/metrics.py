@@ -40,10 +40,9 @@ def error_summary(
     got, want = np.asarray(out).astype(np.float64), np.asarray(reference, np.float64)
     error = got - want
     size, error_size = float(np.linalg.norm(want)), float(np.linalg.norm(error))
-    both = np.linalg.norm(got) * size
     return ErrorSummary(
         relative_l2=_ratio(error_size, size),
-        cosine_difference=1.0 - float(np.vdot(got, want) / both) if both else float(error_size > 0),
+        cosine_difference=_cosine_difference(got, want),
         rmse=float(np.sqrt(np.mean(np.square(error)))) if error.size else 0.0,
         worst_element=float(np.abs(error).max(initial=0.0)),
         worst_at=_argmax(np.abs(error)),
@@ -55,6 +54,14 @@ def _ratio(error: float, size: float) -> float:
     if size == 0.0:
         return 0.0 if error == 0.0 else float("inf")
     return float(error / size)
+
+
+def _cosine_difference(got: np.ndarray, want: np.ndarray) -> float:
+    both = np.linalg.norm(got) * np.linalg.norm(want)
+    if both == 0.0:
+        return 0.0 if np.array_equal(got, want) else 1.0
+    with np.errstate(invalid="ignore"):
+        return 1.0 - float(np.vdot(got, want) / both)
 
 
 def _argmax(x: np.ndarray) -> tuple[int, ...]:
