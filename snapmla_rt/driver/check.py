@@ -118,7 +118,7 @@ def initialise() -> None:
         return
     with _lock:
         if not _initialised:
-            _check_driver_version()
+            check_driver_version()
             _cu_init()
             _initialised = True
 
@@ -129,7 +129,8 @@ def driver_version() -> tuple[int, int]:
     return version // 1000, version % 1000 // 10
 
 
-def _check_driver_version() -> None:
+def check_driver_version() -> None:
+    """Raise UnsupportedDeviceError where the driver is too old for the installed bindings."""
     try:
         major, minor = driver_version()
     except RuntimeError as error:  # an old driver may lack even the entry-point lookup

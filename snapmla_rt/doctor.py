@@ -1,0 +1,107 @@
+"""`snapmla doctor`: what this machine has for the kernels, and what to do about what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from typing import Any
+
+from . import __version__
+from .driver import check, nvml
+from .driver.device import REQUIRED_CAPABILITY
+from .errors import SnapMLAError
+from .jit import compiler, disk_cache, loader
+
+_PACKAGES = (
+    "numpy",
+    "ml_dtypes",
+    "cuda-core",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
+    "nvidia-cuda-nvrtc-cu12",
+    "nvidia-cuda-cuobjdump",
+    "nvidia-cuda-nvdisasm",
+)
+VARIABLES = (loader.JIT_VARIABLE, disk_cache.CACHE_DIR_VARIABLE, loader.DEBUG_VARIABLE)
+
+
+def _packages() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _driver(advice: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"libcuda": check.has_driver(), "version": nvml.driver_version()}
+    found |= {"cuda": None, "new_enough": False}
+    try:
+        found["cuda"] = ".".join(map(str, check.driver_version()))
+        check.check_driver_version()
+        found["new_enough"] = True
+    except (SnapMLAError, RuntimeError) as error:
+        advice.append(str(error))
+    return found
+
+
+def _nvrtc(advice: list[str]) -> str | None:
+    try:
+        return compiler.nvrtc_identity()
+    except SnapMLAError as error:
+        advice.append(str(error))
+        return None
+
+
+def _gpus(advice: list[str]) -> list[str]:
+    gpus = nvml.gpus()
+    if gpus and not any(gpu.compute_capability == REQUIRED_CAPABILITY for gpu in gpus):
+        advice.append("none of the GPUs is a Hopper (sm_90): use backend='reference'")
+    return [f"{g.name}, sm_{g.compute_capability[0]}{g.compute_capability[1]}" for g in gpus]
+
+
+def _cache(advice: list[str]) -> dict[str, Any]:
+    """State of the cache directory; creates nothing."""
+    directory = disk_cache.default_cache_dir()
+    if directory is None:
+        advice.append(f"no home directory: set {disk_cache.CACHE_DIR_VARIABLE} to keep kernels")
+        return {"directory": None, "entries": 0, "writable": False}
+    entries = len(list(directory.glob("*.cubin"))) if directory.is_dir() else 0
+    place = directory
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    writable = place.is_dir() and os.access(place, os.W_OK)
+    if not writable:
+        advice.append(
+            f"{directory} cannot be written: kernels are compiled anew in every process; set "
+            f"{disk_cache.CACHE_DIR_VARIABLE}"
+        )
+    return {"directory": str(directory), "entries": entries, "writable": writable}
+
+
+def report() -> dict[str, Any]:
+    """What is here: nested values for printing or JSON. Creates no context, writes no file.
+
+    `ready` says whether the kernels can run; `advice` lists what to do where they cannot (the
+    reference backend runs anyway).
+    """
+    advice: list[str] = []
+    nvrtc, driver, gpus = _nvrtc(advice), _driver(advice), _gpus(advice)
+    hopper = any(f"sm_{REQUIRED_CAPABILITY[0]}{REQUIRED_CAPABILITY[1]}" in gpu for gpu in gpus)
+    cache = _cache(advice)
+    return {
+        "snapmla_rt": __version__,
+        "python": f"{platform.python_version()} ({sys.platform} {platform.machine()})",
+        "packages": _packages(),
+        "nvrtc": nvrtc,
+        "driver": driver,
+        "gpus": gpus,
+        "kernel_cache": cache,
+        "environment": {name: os.environ.get(name) for name in VARIABLES},
+        "ready": bool(nvrtc and hopper and driver["new_enough"]),
+        "advice": advice,
+    }
