@@ -75,4 +75,42 @@ MLA_DECODE = KernelSpec(
     max_registers=128,
 )
 
-DECODE_SPECS = (MLA_DECODE,)
+PLAN_DECODE = KernelSpec(
+    name="plan_decode",
+    source="plan_decode.cu",
+    params=(
+        ("cache_seqlens", "ptr<const int>"),
+        ("parts", "ptr<int>"),
+        ("num_splits", "ptr<int>"),
+        ("batch", "i32"),
+        ("num_parts", "i32"),
+        ("block_n", "i32"),
+        ("overhead_blocks", "i32"),
+        ("fixed_splits", "i32"),
+        ("split_blocks", "i32"),
+    ),
+    threads=32,
+)
+
+COMBINE_THREADS = 128
+COMBINE_ITEMS_PER_ROW = 4  # 512 dims by 128 threads
+
+MLA_COMBINE = KernelSpec(
+    name="mla_combine",
+    source="mla_combine.cu",
+    params=(
+        ("o_accum", "ptr<const float>"),
+        ("lse_accum", "ptr<const float>"),
+        ("num_splits", "ptr<const int>"),
+        ("out", "ptr<void>"),
+        ("lse", "ptr<float>"),
+        ("batch", "i32"),
+        ("num_rows", "i32"),
+        ("num_heads_q", "i32"),
+        ("seq_len_q", "i32"),
+    ),
+    threads=COMBINE_THREADS,
+    max_registers=64,
+)
+
+DECODE_SPECS = (PLAN_DECODE, MLA_DECODE, MLA_COMBINE)
