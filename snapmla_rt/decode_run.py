@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .backends import Backend, make_backend
 from .capture import BFLOAT16, LayerCapture
 from .config import BLOCK_SIZE, BYTES_PER_TOKEN, HEAD_DIM_QK
 from .metrics import ErrorSummary, error_summary
 from .progress import Progress
+from .run_backends import Backend, make_backend
 
 BYTES_PER_TOKEN_BF16 = 2 * HEAD_DIM_QK  # what a BF16 cache of the same model takes
 

@@ -21,13 +21,13 @@ from snapmla_rt.reference.mla_decode import mla_decode
 from snapmla_rt.reference.plan_decode import plan_decode
 from snapmla_rt.reference.quantize_q import quantize_q
 
-from snapmla_rt import __version__, backends, cli, progress
-from snapmla_rt.backends import ReferenceBackend, StageTimes, make_backend
+from snapmla_rt import __version__, cli, progress, run_backends
 from snapmla_rt.capture import encode_safetensors, paper_distribution, read_safetensors
 from snapmla_rt.decode_run import DecodeOptions, decode_run
 from snapmla_rt.errors import ArgumentError, UnsupportedDeviceError
 from snapmla_rt.metrics import error_summary
 from snapmla_rt.report import json_text
+from snapmla_rt.run_backends import ReferenceBackend, StageTimes, make_backend
 
 SMALL = ["--tokens", "150", "--heads", "3", "--steps", "2", "--seq-len-q", "2"]
 REFERENCE = ["--backend", "reference"]
@@ -290,7 +290,7 @@ def test_auto_falls_back_to_the_reference_and_cuda_does_not(
     def absent(*_: Any) -> None:
         raise UnsupportedDeviceError("no Hopper GPU: found none")
 
-    monkeypatch.setattr(backends, "_cuda_backend", absent)
+    monkeypatch.setattr(run_backends, "_cuda_backend", absent)
     assert make_backend("auto", 64, "exact").name == "reference"
     with pytest.raises(ArgumentError, match="backend"):
         make_backend("rocm", 64, "exact")
