@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from snapmla_rt.reference import numerics as nm
 
 from snapmla_rt.config import LOG2_COEFFS_BITS
 from snapmla_rt.errors import ArgumentError
+
+Vectors = dict[str, np.ndarray]
+Function = Callable[[np.ndarray], np.ndarray]
 
 HARDWARE = Path(__file__).resolve().parents[1] / "data" / "hardware"
 CHUNK = 1 << 22  # inputs of one recorded hash
@@ -37,7 +41,7 @@ BITS = st.one_of(EDGE_PATTERNS, PATTERNS)
 
 
 @pytest.fixture(autouse=True)
-def _no_warnings():
+def _no_warnings() -> Iterator[None]:
     """The functions silence NumPy by themselves and leave the caller's settings alone."""
     before = np.geterr()
     with warnings.catch_warnings():
@@ -77,7 +81,9 @@ def chunk_hash(out: np.ndarray) -> np.uint64:
     ("name", "convert"),
     [("e4m3_transitions", nm.e4m3_from_f32), ("bf16_transitions", nm.bf16_from_f32)],
 )
-def test_conversion_changes_exactly_at_the_recorded_patterns(alu, name, convert):
+def test_conversion_changes_exactly_at_the_recorded_patterns(
+    alu: Vectors, name: str, convert: Function
+) -> None:
     start, value = alu[name].T
     last = np.append(start[1:], np.uint32(0)) - np.uint32(1)  # wraps to 0xffffffff
     for patterns in (start, last, start + (last - start) // np.uint32(2)):
@@ -89,7 +95,7 @@ def test_conversion_changes_exactly_at_the_recorded_patterns(alu, name, convert)
     ("name", "convert"),
     [("e4m3_transitions", nm.e4m3_from_f32), ("bf16_transitions", nm.bf16_from_f32)],
 )
-def test_conversion_of_every_float32(alu, name, convert):
+def test_conversion_of_every_float32(alu: Vectors, name: str, convert: Function) -> None:
     start, value = alu[name].T
     for chunk in range(NUM_CHUNKS):
         patterns = chunk_patterns(chunk)
@@ -97,7 +103,7 @@ def test_conversion_of_every_float32(alu, name, convert):
         assert (convert(f32(patterns)) == expected).all(), f"chunk {chunk}"
 
 
-def test_every_e4m3_code_has_the_hardware_value(alu):
+def test_every_e4m3_code_has_the_hardware_value(alu: Vectors) -> None:
     """cvt.rn.f16x2.e4m3x2 of all 65,536 pairs; e4m3 is a subset of f16."""
     pairs = np.arange(1 << 16, dtype=np.uint16)
     recorded = alu["f16x2_from_e4m3x2"].view(np.float16).reshape(-1, 2).astype(np.float32)
@@ -108,7 +114,7 @@ def test_every_e4m3_code_has_the_hardware_value(alu):
     np.testing.assert_array_equal(bits(values)[~nan], bits(recorded)[~nan])
 
 
-def test_every_e4m3_code_survives_a_round_trip():
+def test_every_e4m3_code_survives_a_round_trip() -> None:
     codes = np.arange(256, dtype=np.uint8)
     expected = np.where(codes == 0xFF, 0x7F, codes)
     np.testing.assert_array_equal(nm.e4m3_from_f32(nm.f32_from_e4m3(codes)), expected)
@@ -116,7 +122,7 @@ def test_every_e4m3_code_survives_a_round_trip():
     assert (bits(nm.f32_from_e4m3(as_ml_dtypes)) == bits(nm.f32_from_e4m3(codes))).all()
 
 
-def test_every_bf16_survives_a_round_trip():
+def test_every_bf16_survives_a_round_trip() -> None:
     codes = np.arange(1 << 16, dtype=np.uint16)
     nan = (codes & 0x7FFF) > 0x7F80
     values = nm.f32_from_bf16(codes)
@@ -135,14 +141,14 @@ def test_every_bf16_survives_a_round_trip():
         (3 * 2.0**-10, 0x02), (2.0**-6, 0x08), (1.0625, 0x38), (1.1875, 0x3A),
     ],
 )  # fmt: skip
-def test_e4m3_saturates_and_rounds_ties_to_even(x, code):
+def test_e4m3_saturates_and_rounds_ties_to_even(x: float, code: int) -> None:
     assert nm.e4m3_from_f32(np.float32(x)) == code
 
 
 # --- exp2 and reciprocal -------------------------------------------------------------------------
 
 
-def test_exp2_equals_the_recorded_samples(alu):
+def test_exp2_equals_the_recorded_samples(alu: Vectors) -> None:
     for x, y in (("ex2_x", "ex2_y"), ("ex2_special_x", "ex2_special_y")):
         np.testing.assert_array_equal(bits(nm.exp2_mufu(f32(alu[x]))), alu[y])
 
@@ -155,7 +161,9 @@ def test_exp2_equals_the_recorded_samples(alu):
     [SAMPLED_CHUNKS, pytest.param(range(NUM_CHUNKS), marks=pytest.mark.slow)],
     ids=["sampled", "all"],
 )
-def test_hashes_of_consecutive_inputs(alu, name, function, chunks):
+def test_hashes_of_consecutive_inputs(
+    alu: Vectors, name: str, function: Function, chunks: Iterable[int]
+) -> None:
     wrong = [
         chunk
         for chunk in chunks
@@ -164,13 +172,13 @@ def test_hashes_of_consecutive_inputs(alu, name, function, chunks):
     assert wrong == []
 
 
-def test_exp2_of_integers_is_exact_and_flushes():
+def test_exp2_of_integers_is_exact_and_flushes() -> None:
     n = np.arange(-300, 300)
     expected = np.where(n < -126, 0.0, np.where(n > 127, np.inf, 2.0 ** n.clip(-200, 200)))
     np.testing.assert_array_equal(nm.exp2_mufu(n.astype(np.float32)), expected.astype(np.float32))
 
 
-def test_exp2_error_is_within_the_stated_bound():
+def test_exp2_error_is_within_the_stated_bound() -> None:
     """Every fraction of 23 bits on both sides of zero, where only the mantissa varies."""
     x = 1 + np.arange(1 << 23, dtype=np.float32) / np.float32(1 << 23)
     for value in (x, -x):
@@ -181,7 +189,7 @@ def test_exp2_error_is_within_the_stated_bound():
 # --- log2 --------------------------------------------------------------------------------------
 
 
-def test_log2_error():
+def test_log2_error() -> None:
     """5.2e-8 within [sqrt(1/2), sqrt(2)); elsewhere at most 3.5e-8 beside the last rounding."""
     near = np.linspace(math.sqrt(0.5), math.sqrt(2), 1 << 20).astype(np.float32)
     error = np.abs(nm.log2_soft(near) - np.log2(near.astype(np.float64)))
@@ -192,13 +200,13 @@ def test_log2_error():
     assert (error - np.spacing(np.abs(result)) / 2).max() <= 3.5e-8
 
 
-def test_log2_is_exact_at_every_power_of_two():
+def test_log2_is_exact_at_every_power_of_two() -> None:
     n = np.arange(-149, 128)
     x = np.ldexp(np.float64(1), n).astype(np.float32)
     np.testing.assert_array_equal(nm.log2_soft(x), n.astype(np.float32))
 
 
-def test_log2_never_decreases_around_the_seams():
+def test_log2_never_decreases_around_the_seams() -> None:
     """At each seam sqrt(1/2) * 2^e the exponent and the sign of f change together."""
     for e in (-126, -20, 0, 1, 60, 127):
         seam = 0x3F3504F3 + (e << 23)
@@ -206,14 +214,14 @@ def test_log2_never_decreases_around_the_seams():
         assert (np.diff(result) >= 0).all()
 
 
-def test_log2_of_specials():
+def test_log2_of_specials() -> None:
     x = f32([0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00001, 0x80000001, 0xBF800000])
     expected = [0xFF800000, 0xFF800000, 0x7F800000] + [nm.NAN_BITS] * 5
     np.testing.assert_array_equal(bits(nm.log2_soft(x)), np.array(expected, np.uint32))
 
 
 @given(BITS.filter(lambda b: 0 < b < 0x7F800000))
-def test_log2_is_its_written_definition(pattern):
+def test_log2_is_its_written_definition(pattern: int) -> None:
     """Operation by operation with exact rational fma: what the CUDA side has to do."""
     x, shift = f32(pattern), 0
     if x < 2.0**-126:
@@ -255,7 +263,7 @@ def assert_same_value(actual: np.ndarray, expected: float) -> None:
 
 @settings(max_examples=400)
 @given(BITS, BITS, BITS)
-def test_fma_rounds_once(a, b, c):
+def test_fma_rounds_once(a: int, b: int, c: int) -> None:
     x, y, z = (float(f32(v)) for v in (a, b, c))
     result = nm.fma(f32(a), f32(b), f32(c))
     if all(map(math.isfinite, (x, y, z))):
@@ -285,7 +293,9 @@ def test_fma_rounds_once(a, b, c):
     st.booleans(),
     st.integers(-148, 0),
 )
-def test_fma_where_double_rounding_would_show(a, b, gap, mantissa, negative, scale):
+def test_fma_where_double_rounding_would_show(
+    a: int, b: int, gap: int, mantissa: int, negative: bool, scale: int
+) -> None:
     """Addends far above, below and at the product, results down into the subnormals."""
     x = math.ldexp(float(f32(a)), scale)
     z = math.ldexp(float(f32(0x3F800000 | mantissa)), max(scale + gap, -149))
@@ -294,7 +304,7 @@ def test_fma_where_double_rounding_would_show(a, b, gap, mantissa, negative, sca
     assert_same_value(nm.fma(x32, y32, z32), exact_f32(exact))
 
 
-def test_fma_at_a_tie_that_float64_alone_gets_wrong():
+def test_fma_at_a_tie_that_float64_alone_gets_wrong() -> None:
     """1 + 2^-24 + 2^-80 rounds up; a float64 sum drops the 2^-80 and then ties to even."""
     a, b, c = np.float32(2.0**-40), np.float32(2.0**-40), np.float32(1.0)
     c_tie = np.float32(1 + 2.0**-23)
@@ -310,7 +320,7 @@ def test_fma_at_a_tie_that_float64_alone_gets_wrong():
 @pytest.mark.parametrize(
     "shape", [(), (0, 3), (1, 100_000), (3, 70_000), (2, 3, 40_000), (65_537,)]
 )
-def test_fma_chunks_do_not_show(shape):
+def test_fma_chunks_do_not_show(shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(9)
     a, b, c = (rng.standard_normal(shape).astype(np.float32) for _ in range(3))
     result = nm.fma(a, b, c)
@@ -324,7 +334,7 @@ def test_fma_chunks_do_not_show(shape):
 
 @settings(max_examples=300)
 @given(BITS, BITS)
-def test_sub_ru_rounds_up(a, b):
+def test_sub_ru_rounds_up(a: int, b: int) -> None:
     x, y = float(f32(a)), float(f32(b))
     result = nm.sub_ru(f32(a), f32(b))
     if math.isfinite(x) and math.isfinite(y):
@@ -340,7 +350,7 @@ def test_sub_ru_rounds_up(a, b):
 
 @settings(max_examples=200)
 @given(st.integers(0, 0x7FFFFF), st.integers(0, 0x7FFFFF), st.integers(0, 120), st.booleans())
-def test_sub_ru_with_every_gap_of_exponents(m, n, gap, negative):
+def test_sub_ru_with_every_gap_of_exponents(m: int, n: int, gap: int, negative: bool) -> None:
     a = float(f32(0x3F800000 | m))
     b = math.ldexp(float(f32(0x3F800000 | n)), -gap)
     x, y = (-a, -b) if negative else (a, b)
@@ -348,7 +358,7 @@ def test_sub_ru_with_every_gap_of_exponents(m, n, gap, negative):
     assert_same_value(nm.sub_ru(np.float32(x), np.float32(y)), exact_f32(exact, up=True))
 
 
-def test_sub_ru_at_the_ends_of_the_range():
+def test_sub_ru_at_the_ends_of_the_range() -> None:
     largest = f32(0x7F7FFFFF)
     assert nm.sub_ru(-largest, largest) == -largest
     assert nm.sub_ru(largest, -f32(1)) == np.inf
@@ -356,7 +366,7 @@ def test_sub_ru_at_the_ends_of_the_range():
     assert nm.sub_ru(f32(0x80000000), f32(0)).view(np.uint32) == 0x80000000
 
 
-def test_every_nan_becomes_the_one_the_hardware_returns():
+def test_every_nan_becomes_the_one_the_hardware_returns() -> None:
     x = f32([0x7F800001, 0xFF800001, 0x7FC00000, 0xFFFFFFFF, 0x7FFFFFFF])
     for result in (
         nm.canonical_nan(x),
@@ -380,13 +390,13 @@ def test_every_nan_becomes_the_one_the_hardware_returns():
     "function",
     [nm.e4m3_from_f32, nm.bf16_from_f32, nm.exp2_mufu, nm.log2_soft, nm.rcp_rn, nm.canonical_nan],
 )
-def test_other_dtypes_are_refused_by_name(function):
+def test_other_dtypes_are_refused_by_name(function: Function) -> None:
     """A float64 would be rounded silently, and then once more."""
     with pytest.raises(ArgumentError, match=r"x: expected dtype float32, got float64"):
         function(np.zeros(3))
 
 
-def test_codes_of_another_type_are_refused_by_name():
+def test_codes_of_another_type_are_refused_by_name() -> None:
     with pytest.raises(ArgumentError, match=r"codes: expected dtype float8_e4m3fn .* uint8"):
         nm.f32_from_e4m3(np.zeros(3, np.int8))
     with pytest.raises(ArgumentError, match=r"bits: expected dtype bfloat16 .* uint16"):
@@ -394,7 +404,7 @@ def test_codes_of_another_type_are_refused_by_name():
 
 
 @pytest.mark.parametrize("function", [nm.exp2_mufu, nm.log2_soft, nm.rcp_rn, nm.bf16_from_f32])
-def test_shapes_and_strides_do_not_matter(function):
+def test_shapes_and_strides_do_not_matter(function: Function) -> None:
     x = np.abs(np.random.default_rng(3).standard_normal((6, 5, 7)).astype(np.float32)) + 1
     flat = function(x.reshape(-1)).reshape(x.shape)
     np.testing.assert_array_equal(function(x), flat)

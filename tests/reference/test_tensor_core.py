@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import ml_dtypes
@@ -14,6 +15,8 @@ from snapmla_rt.reference import numerics as nm
 from snapmla_rt.reference import tensor_core as tc
 
 from snapmla_rt.errors import ArgumentError
+
+Vectors = dict[str, np.ndarray]
 
 HARDWARE = Path(__file__).resolve().parents[1] / "data" / "hardware"
 E4M3_CATEGORIES = {
@@ -39,7 +42,7 @@ both_backends = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def _no_warnings():
+def _no_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -71,7 +74,9 @@ def side_by_side(slices: np.ndarray) -> np.ndarray:
     ids=[f"e4m3-{n}" for n in E4M3_CATEGORIES.values()]
     + [f"bf16-{n}" for n in BF16_CATEGORIES.values()],
 )
-def test_single_steps_equal_the_hardware(vectors, backend, kind, category):
+def test_single_steps_equal_the_hardware(
+    vectors: Vectors, backend: str, kind: str, category: int
+) -> None:
     step = tc.wgmma_e4m3 if kind == "e4m3" else tc.wgmma_bf16
     chosen = vectors[f"{kind}_category"] == category
     assert chosen.any()
@@ -79,7 +84,7 @@ def test_single_steps_equal_the_hardware(vectors, backend, kind, category):
     np.testing.assert_array_equal(step(a, b, c, backend=backend), d)
 
 
-def test_every_recorded_category_is_tested(vectors):
+def test_every_recorded_category_is_tested(vectors: Vectors) -> None:
     assert set(np.unique(vectors["e4m3_category"])) == set(E4M3_CATEGORIES)
     assert set(np.unique(vectors["bf16_category"])) == set(BF16_CATEGORIES)
 
@@ -87,7 +92,9 @@ def test_every_recorded_category_is_tested(vectors):
 @both_backends
 @pytest.mark.parametrize("kind", ["e4m3", "bf16"])
 @pytest.mark.parametrize("category", [0, 4, 7])
-def test_chains_of_16_steps_equal_the_hardware(vectors, backend, kind, category):
+def test_chains_of_16_steps_equal_the_hardware(
+    vectors: Vectors, backend: str, kind: str, category: int
+) -> None:
     a, b, d, expected = (vectors[f"{kind}_chain{category}_{name}"] for name in "abcd")
     step = tc.wgmma_e4m3 if kind == "e4m3" else tc.wgmma_bf16
     for k in range(a.shape[1]):
@@ -96,13 +103,13 @@ def test_chains_of_16_steps_equal_the_hardware(vectors, backend, kind, category)
 
 
 @both_backends
-def test_attention_like_steps_equal_the_hardware(vectors, backend):
+def test_attention_like_steps_equal_the_hardware(vectors: Vectors, backend: str) -> None:
     a, b, c, d = (vectors[f"e4m3_attn_{name}"] for name in "abcd")
     np.testing.assert_array_equal(tc.wgmma_e4m3(a, b, c, backend=backend), d)
 
 
 @both_backends
-def test_qk_chain_equals_the_hardware(vectors, backend):
+def test_qk_chain_equals_the_hardware(vectors: Vectors, backend: str) -> None:
     q8, k8, q16, k16 = (side_by_side(vectors[f"qk_chain_{n}"]) for n in ("a8", "b8", "ab", "bb"))
     d = tc.qk_chain(q8, q16, k8, k16, vectors["qk_chain_c"], backend=backend)
     np.testing.assert_array_equal(d, vectors["qk_chain_d"])
@@ -122,7 +129,9 @@ def exp2_degree_3(x: np.ndarray) -> np.ndarray:
     return (p.view(np.uint32) + (t.view(np.uint32) << np.uint32(23))).view(np.float32)
 
 
-def mini_attention(data, problem, exp2, bias, backend):
+def mini_attention(
+    data: Vectors, problem: int, exp2: Callable[[np.ndarray], np.ndarray], bias: int, backend: str
+) -> tuple[np.ndarray, np.ndarray]:
     """The recorded kernel in its own order: per-lane row sums, promotion by fma, rcp at the end."""
     q, k, v = data["q"][problem], data["k"][problem], data["v"][problem]
     scale = np.float32(0.06011229)
@@ -154,7 +163,7 @@ def mini_attention(data, problem, exp2, bias, backend):
 @both_backends
 @pytest.mark.parametrize("bias", [0, 8])
 @pytest.mark.parametrize("form", ["mufu", "sw3"])
-def test_mini_attention_equals_the_hardware(backend, form, bias):
+def test_mini_attention_equals_the_hardware(backend: str, form: str, bias: int) -> None:
     data = load("mini_attention_vectors.npz")
     exp2 = nm.exp2_mufu if form == "mufu" else exp2_degree_3
     for problem in range(3):
@@ -168,7 +177,7 @@ def test_mini_attention_equals_the_hardware(backend, form, bias):
 
 
 @both_backends
-def test_every_pair_of_codes(backend):
+def test_every_pair_of_codes(backend: str) -> None:
     """One product has 8 significant bits: exact in 14. NaN codes win, also against zeros."""
     codes = np.zeros((256, 32), np.uint8)
     codes[:, 17] = np.arange(256)
@@ -180,7 +189,7 @@ def test_every_pair_of_codes(backend):
 
 
 @both_backends
-def test_every_code_against_a_large_addend(backend):
+def test_every_code_against_a_large_addend(backend: str) -> None:
     """2^8 * 1 fixes the window at 2^-5: each product is truncated toward zero to a multiple."""
     codes = np.arange(256)[(np.arange(256) & 0x7F) != 0x7F].astype(np.uint8)
     a = np.zeros((codes.size, 32), np.uint8)
@@ -196,7 +205,7 @@ def test_every_code_against_a_large_addend(backend):
 
 
 @both_backends
-def test_order_within_a_step_does_not_matter_but_the_steps_do(backend):
+def test_order_within_a_step_does_not_matter_but_the_steps_do(backend: str) -> None:
     rng = np.random.default_rng(2)
     p = rng.integers(0x20, 0x7F, (16, 64), dtype=np.uint8)
     v = rng.integers(0, 256, (64, 24), dtype=np.uint8)
@@ -211,7 +220,7 @@ def test_order_within_a_step_does_not_matter_but_the_steps_do(backend):
 
 
 @both_backends
-def test_nan_in_one_row_of_p_and_one_dim_of_v_reaches_only_that_row_and_dim(backend):
+def test_nan_in_one_row_of_p_and_one_dim_of_v_reaches_only_that_row_and_dim(backend: str) -> None:
     rng = np.random.default_rng(4)
     p = rng.integers(0, 0x7F, (70, 128), dtype=np.uint8)
     v = rng.integers(0, 0x7F, (128, 130), dtype=np.uint8)
@@ -229,7 +238,7 @@ def test_nan_in_one_row_of_p_and_one_dim_of_v_reaches_only_that_row_and_dim(back
 
 
 @both_backends
-def test_nan_and_infinity_in_the_rope_part(backend):
+def test_nan_and_infinity_in_the_rope_part(backend: str) -> None:
     """inf * finite is infinite, inf * 0 and opposite infinities are NaN, only where they meet."""
     q8, k8 = np.full((3, 512), 0x38, np.uint8), np.full((4, 512), 0x38, np.uint8)
     q16, k16 = (np.full((n, 64), 0x3F80, np.uint16) for n in (3, 4))
@@ -249,7 +258,7 @@ def test_nan_and_infinity_in_the_rope_part(backend):
 
 
 @both_backends
-def test_overflow_inside_a_chain_is_infinite_for_good(backend):
+def test_overflow_inside_a_chain_is_infinite_for_good(backend: str) -> None:
     """Products beyond float32 are finite inside a step; what leaves it from 2^128 on is not."""
     big = 0x7F00  # 2^127
     a, b = np.zeros((1, 64), np.uint16), np.zeros((1, 64), np.uint16)
@@ -265,7 +274,7 @@ def test_overflow_inside_a_chain_is_infinite_for_good(backend):
 
 
 @both_backends
-def test_accumulator_forms(backend):
+def test_accumulator_forms(backend: str) -> None:
     a = np.full((2, 32), 0x38, np.uint8)
     b = np.full((3, 32), 0x40, np.uint8)
     zero = tc.wgmma_e4m3(a, b, 0, backend=backend)
@@ -280,7 +289,7 @@ def test_accumulator_forms(backend):
 
 
 @both_backends
-def test_batches_broadcast_and_views_are_read_in_place(backend):
+def test_batches_broadcast_and_views_are_read_in_place(backend: str) -> None:
     rng = np.random.default_rng(6)
     q8, k8 = random_codes(rng, (2, 1, 5, 64)), random_codes(rng, (3, 70, 64))
     q16, k16 = random_rope(rng, (2, 1, 5, 32)), random_rope(rng, (3, 70, 32))
@@ -308,7 +317,7 @@ def test_batches_broadcast_and_views_are_read_in_place(backend):
 
 @both_backends
 @pytest.mark.parametrize("shape", [(0, 64, 3), (5, 64, 0), (5, 0, 3), (0, 0, 0)])
-def test_empty_operands(backend, shape):
+def test_empty_operands(backend: str, shape: tuple[int, ...]) -> None:
     m, n, dims = shape
     p, v = np.zeros((2, m, n), np.uint8), np.zeros((n, dims), np.uint8)
     d = tc.pv_chain(p, v, backend=backend)
@@ -413,7 +422,9 @@ SEEDS = st.integers(0, 2**32 - 1)
     *(SEEDS, SIZES, SIZES, st.integers(1, 5)),
     *(st.sampled_from(KINDS), st.sampled_from(KINDS), st.sampled_from(ACCUMULATORS)),
 )
-def test_compiled_e4m3_equals_the_specification(seed, m, n, steps, a_kind, b_kind, c_kind):
+def test_compiled_e4m3_equals_the_specification(
+    seed: int, m: int, n: int, steps: int, a_kind: str, b_kind: str, c_kind: str
+) -> None:
     rng = np.random.default_rng(seed)
     a = hostile_codes(rng, (m, 32 * steps), a_kind)
     b = hostile_codes(rng, (n, 32 * steps), b_kind)
@@ -432,7 +443,9 @@ def test_compiled_e4m3_equals_the_specification(seed, m, n, steps, a_kind, b_kin
     *(st.sampled_from((*KINDS, "tiny", "huge")), st.sampled_from((*KINDS, "tiny", "huge"))),
     st.sampled_from(ACCUMULATORS),
 )
-def test_compiled_bf16_equals_the_specification(seed, m, n, steps, a_kind, b_kind, c_kind):
+def test_compiled_bf16_equals_the_specification(
+    seed: int, m: int, n: int, steps: int, a_kind: str, b_kind: str, c_kind: str
+) -> None:
     rng = np.random.default_rng(seed)
     a = hostile_bf16(rng, (m, 16 * steps), a_kind)
     b = hostile_bf16(rng, (n, 16 * steps), b_kind)
@@ -445,7 +458,7 @@ def test_compiled_bf16_equals_the_specification(seed, m, n, steps, a_kind, b_kin
 @needs_compiled
 @settings(max_examples=30)
 @given(SEEDS, SIZES, SIZES, st.sampled_from(KINDS), st.integers(1, 4))
-def test_mixed_chains_and_threads(seed, m, n, kind, num_threads):
+def test_mixed_chains_and_threads(seed: int, m: int, n: int, kind: str, num_threads: int) -> None:
     rng = np.random.default_rng(seed)
     args = (
         hostile_codes(rng, (m, 64), kind),
@@ -506,7 +519,7 @@ def one_output(rule: tc.StepRule, a: np.ndarray, b: np.ndarray, c: int) -> int:
 @given(
     SEEDS, st.sampled_from((*KINDS, "tiny", "huge")), st.sampled_from(ACCUMULATORS), st.booleans()
 )
-def test_specification_equals_plain_integers(seed, kind, c_kind, fp8):
+def test_specification_equals_plain_integers(seed: int, kind: str, c_kind: str, fp8: bool) -> None:
     rng = np.random.default_rng(seed)
     kind = "plain" if kind == "nan" else kind
     c_kind = "finite" if c_kind in ("any", "special") else c_kind
@@ -551,12 +564,12 @@ Z8, Z16 = np.zeros((4, 32), np.uint8), np.zeros((4, 16), np.uint16)
          "p_codes, v_codes: expected"),
     ],
 )  # fmt: skip
-def test_bad_arguments_are_named(call, name):
+def test_bad_arguments_are_named(call: Callable[[], object], name: str) -> None:
     with pytest.raises(ArgumentError, match=name):
         call()
 
 
-def test_the_numpy_path_serves_where_nothing_is_compiled(monkeypatch):
+def test_the_numpy_path_serves_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tc, "_wgmma", None)
     assert not tc.compiled_available()
     assert (tc.wgmma_e4m3(Z8, Z8, 0) == 0).all()
