@@ -12,7 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from snapmla_rt.config import LN2_BITS
+from snapmla_rt.config import KV_LORA_RANK, LN2_BITS
+from snapmla_rt.errors import ArgumentError
 
 from .numerics import bf16_from_f32, canonical_nan, exp2_mufu, fma, log2_soft, rcp_rn
 
@@ -37,7 +38,9 @@ def mla_combine(
 ) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
     """Merge splits: o_accum f32 [splits, rows, 512], lse_accum f32 [splits, rows] (log2 units,
     -inf where a split shows the row no key) -> out bf16 bits [rows, 512], lse f32 [rows] (nats).
+    Raises ArgumentError for other arrays.
     """
+    _check(np.asarray(o_accum), np.asarray(lse_accum))
     with np.errstate(all="ignore"):
         top = np.fmax.reduce(lse_accum, axis=0)  # [C1]
         empty = np.isneginf(lse_accum).all(axis=0)
@@ -52,3 +55,13 @@ def mla_combine(
         acc = np.where(empty[:, None], np.float32(0), acc)
         lse2 = np.where(empty, np.float32(-np.inf), top + log2_soft(total))
         return bf16_from_f32(hold(acc)), natural_lse(lse2)  # [C4]
+
+
+def _check(o_accum: NDArray[np.float32], lse_accum: NDArray[np.float32]) -> None:
+    if lse_accum.dtype != np.float32 or lse_accum.ndim != 2 or not len(lse_accum):
+        got = f"{lse_accum.dtype} {list(lse_accum.shape)}"
+        raise ArgumentError("lse_accum", "float32 [splits, rows], at least one split", got)
+    shape = (*lse_accum.shape, KV_LORA_RANK)
+    if o_accum.dtype != np.float32 or o_accum.shape != shape:
+        got = f"{o_accum.dtype} {list(o_accum.shape)}"
+        raise ArgumentError("o_accum", f"float32 {list(shape)}", got)

@@ -128,7 +128,7 @@ def mla_decode(
 
     Returns out bf16 [b, s_q, h, 512] and lse f32 [b, h, s_q] in nats (a row that sees no key:
     out 0, lse +inf), and with trace=True a third value: {(request, split): [block dicts with
-    tokens, S, u, M, n, e, P, R, r, t, l, L, T, O]}, every array for all rows of the request.
+    S, u, M, n, e, P, R, r, t, l, L, T, O]}, every array for all rows of the request.
     k_scale_cache must hold positive normal numbers (at least 2^-96), or NaN for a NaN token.
     """
     splits = mla_decode_splits(
@@ -169,17 +169,19 @@ def mla_decode_splits(
     q = _check_query(*query)
     cache = cache_views(*paged)
     batch, seq_len_q, num_heads = q[2].shape
+    if not isinstance(plan, DecodePlan):
+        raise ArgumentError("plan", "a DecodePlan, as plan_decode returns", type(plan).__name__)
     config = DecodeConfig(num_heads, seq_len_q, softmax_scale, causal, plan.config.block_n)
     seqlens = check_seqlens(cache_seqlens, batch)
     table = check_block_table(block_table, seqlens, len(cache.codes))
-    _check_plan(plan, config, batch)
+    work = _checked_work(plan, config, seqlens)
 
     rows = config.num_rows
     total_splits = int(np.asarray(plan.num_splits)[batch])
     o_accum = np.zeros((total_splits, rows, KV_LORA_RANK), np.float32)
     lse_accum = np.full((total_splits, rows), NEG_INF, np.float32)
     traces: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for req, split, begin, end in splits_of(plan, seqlens):
+    for req, split, begin, end in work:
         q_rows = tuple(part[req].reshape(rows, *part.shape[3:]) for part in q)
         tokens = _gather(cache, table[req], int(seqlens[req]), begin, end, config.block_n)
         limit = row_limits(config, int(seqlens[req]))
@@ -466,8 +468,24 @@ def check_block_table(
     return table
 
 
-def _check_plan(plan: DecodePlan, config: DecodeConfig, batch: int) -> None:
+def _checked_work(
+    plan: DecodePlan, config: DecodeConfig, seqlens: NDArray[np.int32]
+) -> list[tuple[int, int, int, int]]:
+    """`splits_of` a plan that fits this call: its shapes, and every block of every request once.
+
+    A plan made for other lengths would leave tokens out; the kernel trusts it, this does not.
+    """
+    batch = len(seqlens)
     shape = (plan.config.num_heads_q, plan.config.seq_len_q, plan.batch)
     expected = (config.num_heads_q, config.seq_len_q, batch)
     if shape != expected:
         raise ArgumentError("plan", f"made for (num_heads_q, seq_len_q, batch) = {expected}", shape)
+    work = splits_of(plan, seqlens)
+    reached, counts, in_order = [0] * batch, [0] * batch, True
+    for req, split, begin, end in work:
+        in_order = in_order and (begin, split) == (reached[req], counts[req])
+        reached[req], counts[req] = end, counts[req] + 1
+    blocks = [plan.config.num_blocks(int(n)) for n in seqlens]
+    if not in_order or reached != blocks or counts != np.diff(plan.num_splits).tolist():
+        raise ArgumentError("plan", "made from these cache_seqlens", "a plan of other lengths")
+    return work

@@ -95,6 +95,10 @@ class PlanConfig:
         if not self.has_fixed_cuts:
             return max_batch + self.num_parts
         blocks = self.num_blocks(max_seqlen)
+        if self.num_splits is not None:
+            # A shorter request can fall into more splits: 9 blocks in 8 splits are 5 of 2 blocks,
+            # 8 blocks are 8 of 1.
+            return max_batch * max(min(self.num_splits, blocks), 1)
         return max_batch * max(-(-blocks // self.blocks_per_split(blocks)), 1)
 
 
@@ -115,6 +119,12 @@ def plan_config(
     split_tokens = int(batch_invariant)
     if batch_invariant is True:
         split_tokens = INVARIANT_SPLIT_TOKENS
+    unit = max(BLOCK_N_CHOICES)
+    if split_tokens < 0 or split_tokens % unit:
+        expected = f"False, True or a positive multiple of {unit} tokens"
+        raise ArgumentError("batch_invariant", expected, batch_invariant)
+    if num_splits is not None and split_tokens:
+        raise ArgumentError("batch_invariant", "False where num_splits is given", batch_invariant)
     return PlanConfig(num_heads_q, seq_len_q, block_n, num_sms, num_splits, split_tokens)
 
 
