@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import sys
+from pathlib import Path
 from typing import Any
 
 from . import __version__
@@ -34,6 +37,27 @@ def _packages() -> dict[str, str | None]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = None
+    return found
+
+
+def _cores(advice: list[str]) -> dict[str, str]:
+    """ "compiled" or "pure Python" for each module that has a compiled form."""
+    package = Path(__file__).parent
+    names = [f"{__package__}.reference._wgmma"]
+    for declared in sorted(package.rglob("*.pxd")):
+        names.append(
+            ".".join([str(__package__), *declared.relative_to(package).parts])[: -len(".pxd")]
+        )
+    suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
+    found = {}
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        compiled = spec is not None and str(spec.origin).endswith(suffixes)
+        found[name.partition(".")[2]] = "compiled" if compiled else "pure Python"
+    if "pure Python" in found.values():
+        advice.append(
+            "the CPU core is not compiled: same results, slower; install with a C compiler"
+        )
     return found
 
 
@@ -97,6 +121,7 @@ def report() -> dict[str, Any]:
         "snapmla_rt": __version__,
         "python": f"{platform.python_version()} ({sys.platform} {platform.machine()})",
         "packages": _packages(),
+        "cores": _cores(advice),
         "nvrtc": nvrtc,
         "driver": driver,
         "gpus": gpus,

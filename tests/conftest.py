@@ -19,13 +19,12 @@ if str(ROOT) not in sys.path:  # plain `pytest` in a bare checkout; `python -m p
 
 # No deadline: the reference is slow on purpose where no compiled core is built. CI is derandomised
 # so that a red run says something about the change under test; `thorough` is for a long search.
-_COMMON = {
-    "deadline": None,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
-}
-settings.register_profile("default", max_examples=50, **_COMMON)
-settings.register_profile("ci", max_examples=50, derandomize=True, print_blob=True, **_COMMON)
-settings.register_profile("thorough", max_examples=2000, **_COMMON)
+_COMMON = settings(
+    deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.register_profile("default", _COMMON, max_examples=50)
+settings.register_profile("ci", _COMMON, max_examples=50, derandomize=True, print_blob=True)
+settings.register_profile("thorough", _COMMON, max_examples=2000)
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
 )

@@ -92,13 +92,13 @@ def test_reads_npz_and_its_two_forms_of_bfloat16(tmp_path: Path, form: str) -> N
     stored = dict(arrays)
     if form == "uint16":
         stored = {k: v.view(np.uint16) if v.dtype == BF16 else v for k, v in arrays.items()}
-    np.savez_compressed(tmp_path / "capture.npz", **stored)
+    np.savez_compressed(tmp_path / "capture.npz", **stored)  # type: ignore[arg-type]
     (layer,) = read_capture(tmp_path / "capture.npz")
     assert_layer(layer, arrays)
 
 
 def test_layers_come_in_natural_order_and_share_a_softmax_scale() -> None:
-    arrays: dict[str, np.ndarray] = {"softmax_scale": np.float32(0.5)[None]}
+    arrays: dict[str, np.ndarray] = {"softmax_scale": np.array([0.5], np.float32)}
     for index in (10, 2, 0):
         for field, array in small_arrays(tokens=3 + index).items():
             if field != "softmax_scale" or index == 2:
@@ -208,7 +208,8 @@ def test_pickled_objects_are_never_loaded(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[Any, Any]:
             return (Path.touch, (tmp_path / "sprung",))
 
-    np.savez(tmp_path / "a.npz", **{**small_arrays(), "q": np.array([Trap()], object)})
+    arrays = {**small_arrays(), "q": np.array([Trap()], object)}
+    np.savez(tmp_path / "a.npz", **arrays)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="plain arrays"):
         read_capture(tmp_path / "a.npz")
     assert not (tmp_path / "sprung").exists()

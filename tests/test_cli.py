@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import assert_same_bytes
+from snapmla_rt.reference import tensor_core
 from snapmla_rt.reference.attention_fp64 import attention_fp64
 from snapmla_rt.reference.fetch_dequant import fetch_dequant
 from snapmla_rt.reference.mla_decode import mla_decode
@@ -338,8 +339,10 @@ def test_doctor_says_what_this_machine_has(capsys: pytest.CaptureFixture[str]) -
     report = json.loads(out)
     assert code == 0 and report
     text = json.dumps(report).lower()
-    for word in ("driver", "gpu", "nvrtc", "cache", "core"):
+    for word in ("driver", "gpu", "nvrtc", "cache"):
         assert word in text
+    compiled = tensor_core.compiled_available()
+    assert report["cores"]["reference._wgmma"] == ("compiled" if compiled else "pure Python")
     code, out, _ = run(capsys, "doctor")
     assert code == 0 and len(out.splitlines()) >= 5
 

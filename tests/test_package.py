@@ -425,3 +425,17 @@ def test_no_path_of_one_machine_in_the_project() -> None:
         if path.is_file() and path != this_file:
             found = pattern.search(path.read_bytes())
             assert not found, f"{path.relative_to(ROOT)} holds {found.group()!r}"
+
+
+def test_the_readme_lists_the_environment_variables_that_exist() -> None:
+    """Names are constants called ..._VARIABLE; the doctor shows all of them too."""
+    named = re.compile(r'^\w+_VARIABLE = "(SNAPMLA_\w+)"', re.MULTILINE)
+    used = {name for path in MODULES.values() for name in named.findall(path.read_text())}
+    table = re.findall(r"^\| `(SNAPMLA_\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(table) == sorted(used) and len(used) >= 3
+    from snapmla_rt.doctor import VARIABLES
+
+    assert set(VARIABLES) == used
+    for name, path in MODULES.items():
+        read = re.findall(r"environ(?:\.get\(|\[)['\"](SNAPMLA_\w+)", path.read_text())
+        assert not read, f"{name} reads {read} without a constant"
