@@ -33,6 +33,10 @@ QK_STEP_BF16 = 16  # k of one bf16 wgmma
 # --- Limits ------------------------------------------------------------------------------------
 MAX_NUM_HEADS_Q = 128
 MAX_CACHE_SEQLEN = 1 << 20
+# Up to this many tokens append_kv looks for a later token of the same slot by reading the mapping
+# (each CTA reads what follows its own tokens); beyond it tokens claim their slots in a workspace.
+APPEND_SCAN_MAX = 2048
+MAX_TOKENS_PER_LAUNCH = 1 << 30  # rows or tokens of one data-movement launch: 32-bit counters
 
 # --- Quantisation ------------------------------------------------------------------------------
 FP8_MAX = 448.0  # largest finite e4m3 value

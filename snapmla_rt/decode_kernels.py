@@ -31,6 +31,7 @@ def _decode_variant(rows: int, debug: bool = False, trace: bool = False) -> Vari
         tuple(defines),
         _DECODE_SMEM[rows],
         max_spill_bytes=spills,
+        allow_serialized=debug or trace,
     )
 
 

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import config, cuda_src
+from .data_kernels import DATA_SPECS
 from .decode_kernels import DECODE_SPECS
 from .jit.loader import KernelLoader
 from .jit.spec import KernelSpec, KernelTable
@@ -71,7 +72,7 @@ CONSTANTS = (
     "INVARIANT_SPLIT_TOKENS",
 )
 
-SPECS: tuple[KernelSpec, ...] = (*DECODE_SPECS,)
+SPECS: tuple[KernelSpec, ...] = (*DECODE_SPECS, *DATA_SPECS)
 
 
 def _source_root() -> Path:

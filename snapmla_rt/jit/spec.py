@@ -152,7 +152,8 @@ class Variant:
     """One compilation of a kernel: `defines` become -DNAME=VALUE.
 
     dynamic_smem_bytes: dynamic shared memory of a launch. max_registers and max_spill_bytes
-    override the kernel's own limits.
+    override the kernel's own limits. allow_serialized: ptxas may serialise wgmma here (a build to
+    look inside, where calls cross the pipeline); everywhere else that fails the compilation.
     """
 
     name: str = ""
@@ -160,6 +161,7 @@ class Variant:
     dynamic_smem_bytes: int = 0
     max_registers: int | None = None
     max_spill_bytes: int | None = None
+    allow_serialized: bool = False
 
 
 @dataclass(frozen=True)
