@@ -274,6 +274,29 @@ def test_overflow_inside_a_chain_is_infinite_for_good(backend: str) -> None:
 
 
 @both_backends
+@pytest.mark.parametrize(
+    ("addends", "expected"),
+    [
+        ((254, 1.5, 0.5), 1),  # 256: the 0.5 counts, so the unit is at most 2^-158 (floor <= -133)
+        ((254, 1.5, 0.25, 0.25), 0),  # 255.5: 0.25 is cut, so it is at least that (floor >= -133)
+        ((255, 0.5, 0.5), 1),
+        ((255, 0.5, 0.25, 0.25), 0),
+        ((256, -0.5), 0),
+        ((256, -0.25), 1),
+    ],
+)
+def test_floor_of_the_bf16_window(backend: str, addends: tuple[float, ...], expected: int) -> None:
+    """Products below 2^-133 are cut at 2^-158; addends in units of 2^-157, results of 2^-149."""
+    a, b = np.zeros((1, 16), np.float32), np.zeros((1, 16), np.float32)
+    a[0, : len(addends)] = np.array(addends) * 2.0**-80
+    b[0] = 2.0**-77
+    bits = nm.bf16_from_f32(a)
+    assert (nm.f32_from_bf16(bits) == a).all()
+    d = tc.wgmma_bf16(bits, nm.bf16_from_f32(b), 0, backend=backend)
+    assert d[0, 0] == expected
+
+
+@both_backends
 def test_accumulator_forms(backend: str) -> None:
     a = np.full((2, 32), 0x38, np.uint8)
     b = np.full((3, 32), 0x40, np.uint8)
@@ -377,10 +400,11 @@ def hostile_bf16(rng: np.random.Generator, shape: tuple[int, int], kind: str) ->
         bits = np.where(rng.random(shape) < 0.05, rng.choice(special, shape), bits)
     elif kind == "zero":
         bits &= np.uint16(0x8000)
-    elif kind == "tiny":  # products around the floor of Emax and the smallest subnormal
+    elif kind == "tiny":  # products around the smallest subnormal, below the floor of Emax
         bits = (anything & np.uint16(0x807F)) | (
-            rng.integers(40, 72, shape, dtype=np.uint16) << np.uint16(7)
+            rng.integers(48, 58, shape, dtype=np.uint16) << np.uint16(7)
         )
+        bits[rng.random(shape) < 0.5] = 0
     elif kind == "huge":  # products around 2^128
         bits = (anything & np.uint16(0x807F)) | (
             rng.integers(184, 200, shape, dtype=np.uint16) << np.uint16(7)
