@@ -1,0 +1,220 @@
+// The one quantisation rule: a row of 512 latent and 64 RoPE values, one warp a row.
+// Mirror: reference/quantize.py, whose bytes this equals.
+//
+//   [Q1] amax = max|latent|, rmax = max|rope|; a NaN or infinity: scale, codes and RoPE all NaN
+//   [Q2] scale = max(amax / 448, 2^-96, rmax 2^-60); pow2: up to a power of two
+//   [Q3] code  = e4m3(latent / scale)
+//   [Q4] rope' = bf16(rope / scale)
+//
+// A lane holds latent values 8 lane to 8 lane + 7 of each half of 256, and RoPE values 2 lane and
+// 2 lane + 1: every load is 16 bytes a lane and coalesced.
+#pragma once
+
+#include "common/access.cuh"
+#include "common/fp8.cuh"
+#include "common/types.cuh"
+#include "snapmla_config.h"
+
+static_assert(kKvLoraRank == 512 && kQkRopeHeadDim == 64, "the lane layout is for 512 + 64 values");
+
+constexpr u32 kInfBits = 0x7f800000u;
+constexpr u32 kNanBits = 0x7fffffffu;  // the one NaN of the hardware
+constexpr float kSmallScale = 0x1p-92f;
+constexpr float kLift = 0x1p+32f;
+
+// One lane's share of a row, as it lies in memory.
+template <int kInput>
+struct LaneRow {
+  static constexpr int kBytes = kInput == kInputF32 ? 4 : 2;  // of an element
+  static constexpr int kWords = 2 * kBytes;                   // of 8 elements
+  u32 latent[2][kWords];
+  u32 rope[kBytes / 2];
+};
+
+// Two 16-bit or one 32-bit value of `x` as magnitudes, folded into the running maximum.
+template <int kInput>
+__device__ __forceinline__ u32 max_magnitude(u32 so_far, u32 x) {
+  if constexpr (kInput == kInputF32) return max(so_far, x & 0x7fffffffu);
+  return max_u16x2(so_far, x & 0x7fff7fffu);
+}
+
+// The warp's maximum as fp32 bits. Magnitude bits are ordered like magnitudes, infinity above every
+// finite value and NaN above infinity, in all three input types.
+template <int kInput>
+__device__ __forceinline__ u32 warp_max_bits(u32 lane_max) {
+  if constexpr (kInput == kInputF32) return __reduce_max_sync(kAllLanes, lane_max);
+  const u32 bits = __reduce_max_sync(kAllLanes, max(lane_max & 0xffffu, lane_max >> 16));
+  if constexpr (kInput == kInputBf16) return bits << 16;
+  return __float_as_uint(cvt_f32_f16(static_cast<u16>(bits)));
+}
+
+// The fp32 value(s) in word i of some elements: value j of the row's share.
+template <int kInput>
+__device__ __forceinline__ float element(const u32* words, int j) {
+  if constexpr (kInput == kInputF32) return __uint_as_float(words[j]);
+  const u32 pair = words[j / 2];
+  if constexpr (kInput == kInputF16) {
+    return cvt_f32_f16(static_cast<u16>(j % 2 ? pair >> 16 : pair));
+  }
+  return j % 2 ? f32_from_bf16_high(pair) : f32_from_bf16_low(pair);
+}
+
+template <int kInput>
+__device__ __forceinline__ void load_row_wide(LaneRow<kInput>& row, const char* latent,
+                                              const char* rope) {
+  constexpr int kLaneBytes = 4 * LaneRow<kInput>::kWords;
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const char* at = latent + (half * kWarpSize + lane) * kLaneBytes;
+#pragma unroll
+    for (int i = 0; i < LaneRow<kInput>::kWords; i += 4) {
+      // fp32: two loads share each sector, so the first one leaves it in L1 for the second.
+      const uint4 x = kInput == kInputF32 ? ld_global_v4(at + 4 * i) : ld_global_no_allocate_v4(at);
+      row.latent[half][i] = x.x;
+      row.latent[half][i + 1] = x.y;
+      row.latent[half][i + 2] = x.z;
+      row.latent[half][i + 3] = x.w;
+    }
+  }
+  if constexpr (kInput == kInputF32) {
+    const uint2 x = ld_global_no_allocate_v2(rope + 8 * lane);
+    row.rope[0] = x.x;
+    row.rope[1] = x.y;
+  } else {
+    row.rope[0] = ld_global_u32(rope + 4 * lane);
+  }
+}
+
+template <int kInput>
+__device__ __forceinline__ void load_row_narrow(LaneRow<kInput>& row, const char* latent,
+                                                const char* rope) {
+  constexpr int kElement = LaneRow<kInput>::kBytes;
+  constexpr int kLaneBytes = 4 * LaneRow<kInput>::kWords;
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const char* at = latent + (half * kWarpSize + lane) * kLaneBytes;
+#pragma unroll
+    for (int i = 0; i < LaneRow<kInput>::kWords; i += 4) {
+      const uint4 x = load_16_narrow<kElement>(at + 4 * i);
+      row.latent[half][i] = x.x;
+      row.latent[half][i + 1] = x.y;
+      row.latent[half][i + 2] = x.z;
+      row.latent[half][i + 3] = x.w;
+    }
+  }
+  if constexpr (kInput == kInputF32) {
+    row.rope[0] = ld_global_u32(rope + 8 * lane);
+    row.rope[1] = ld_global_u32(rope + 8 * lane + 4);
+  } else {
+    row.rope[0] = load_pair(rope + 4 * lane, false);
+  }
+}
+
+// Starts the loads of a row; nothing waits for them before the values are used.
+template <int kInput>
+__device__ __forceinline__ void load_row(LaneRow<kInput>& row, const char* latent, const char* rope,
+                                         bool wide) {
+  if (wide) {
+    load_row_wide<kInput>(row, latent, rope);
+  } else {
+    load_row_narrow<kInput>(row, latent, rope);
+  }
+}
+
+// One lane's share of a quantised row.
+struct LaneCodes {
+  uint2 codes[2];  // of the 8 values of each half
+  u32 rope;        // two bf16
+  float scale;
+};
+
+__device__ __forceinline__ LaneCodes nan_codes() {
+  const uint2 nan8 = make_uint2(0x7f7f7f7fu, 0x7f7f7f7fu);
+  return LaneCodes{{nan8, nan8}, 0x7fff7fffu, __uint_as_float(kNanBits)};
+}
+
+// [Q2]
+__device__ __forceinline__ float row_scale(float amax, float rmax, bool pow2) {
+  const float floor = fmaxf(kScaleMin, __fmul_rn(rmax, kRopeGuard));
+  const float scale = fmaxf(__fdiv_rn(amax, kFp8Max), floor);
+  const u32 up = (__float_as_uint(scale) + 0x007fffffu) & 0xff800000u;
+  return pow2 ? __uint_as_float(up) : scale;
+}
+
+// x / scale, near enough for [Q3]: the e4m3 code is that of the correctly rounded quotient.
+//
+// rcp is the correctly rounded reciprocal, q is within 2 ulp of x / scale, the remainder is exact,
+// and the last fma leaves an error below 2^-45 before its one rounding. So the result is the
+// rounded quotient wherever that is not a neighbour of a point half-way between two codes; there,
+// all mantissas of scale (2^23) times all 16 half-way significands times the 13 nearest x have been
+// tried: no quotient differs (tests/reference/test_division.py repeats it). The remainder is exact
+// where exponent(q) + exponent(scale) >= -103, that is for every quotient from 2^-11 on if scale
+// >= 2^-92 (quantize_row lifts smaller ones); below 2^-11 the code is a zero in any case.
+// The remainder is taken as q scale - x so that -0 keeps its sign: fma(+0, -rcp, -0) = -0.
+__device__ __forceinline__ float quotient(float x, float scale, float rcp) {
+  const float q = __fmul_rn(x, rcp);
+  const float remainder = __fmaf_rn(q, scale, -x);
+  return __fmaf_rn(remainder, -rcp, q);
+}
+
+// The rule on one row of the warp. Called by all lanes together.
+template <int kInput>
+__device__ __forceinline__ LaneCodes quantize_row(const LaneRow<kInput>& row, bool pow2) {
+  constexpr int kWords = LaneRow<kInput>::kWords;
+  u32 latent_max = 0, rope_max = 0;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    latent_max = max_magnitude<kInput>(latent_max, row.latent[0][i]);
+    latent_max = max_magnitude<kInput>(latent_max, row.latent[1][i]);
+  }
+#pragma unroll
+  for (int i = 0; i < kWords / 4; ++i) rope_max = max_magnitude<kInput>(rope_max, row.rope[i]);
+  const u32 amax_bits = warp_max_bits<kInput>(latent_max);  // [Q1]
+  const u32 rmax_bits = warp_max_bits<kInput>(rope_max);
+  if (max(amax_bits, rmax_bits) >= kInfBits) return nan_codes();
+
+  LaneCodes out;
+  out.scale = row_scale(__uint_as_float(amax_bits), __uint_as_float(rmax_bits), pow2);  // [Q2]
+  const bool lift = out.scale < kSmallScale;  // the same for the whole warp
+  const float factor = lift ? kLift : 1.0f;
+  const float scale = __fmul_rn(out.scale, factor);
+  const float rcp = __frcp_rn(scale);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {  // [Q3]
+    float x[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = element<kInput>(row.latent[half], j);
+    if (lift) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[j] = __fmul_rn(x[j], kLift);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = quotient(x[j], scale, rcp);
+    out.codes[half].x = e4m3x4_from_f32(x[0], x[1], x[2], x[3]);
+    out.codes[half].y = e4m3x4_from_f32(x[4], x[5], x[6], x[7]);
+  }
+  const float r0 = element<kInput>(row.rope, 0), r1 = element<kInput>(row.rope, 1);
+  out.rope = cvt_bf16x2(__fdiv_rn(r1, out.scale), __fdiv_rn(r0, out.scale));  // [Q4]
+  return out;
+}
+
+// Writes a quantised row; `wide` as in access.cuh. Called by all lanes together.
+//
+// Lanes 2k and 2k + 1 swap half of their codes, so that each stores 16 consecutive ones: even lanes
+// cover the first 256 codes, odd lanes the second.
+__device__ __forceinline__ void store_row(const LaneCodes& row, char* codes, char* rope, char* scale,
+                                          bool wide) {
+  const int lane = threadIdx.x % kWarpSize;
+  const bool odd = lane % 2;
+  const uint2 give = odd ? row.codes[0] : row.codes[1];
+  uint2 got;
+  got.x = __shfl_xor_sync(kAllLanes, give.x, 1);
+  got.y = __shfl_xor_sync(kAllLanes, give.y, 1);
+  const uint4 own = odd ? make_uint4(got.x, got.y, row.codes[1].x, row.codes[1].y)
+                        : make_uint4(row.codes[0].x, row.codes[0].y, got.x, got.y);
+  store_16<1>(codes + (odd ? 256 + 8 * (lane - 1) : 8 * lane), own, wide);
+  store_pair(rope + 4 * lane, row.rope, wide);
+  if (lane == 0) st_global_u32(scale, __float_as_uint(row.scale));
+}

@@ -1,0 +1,169 @@
+"""Kernel table rows of the data movement: quantize_q, append_kv, prepare, fetch_dequant,
+copy_blocks."""
+
+from __future__ import annotations
+
+from .jit.spec import Fields, KernelSpec, Struct, Variant
+
+THREADS = 256
+WARPS = THREADS // 32
+INPUT_DTYPES = ("bfloat16", "float16", "float32")  # INPUT_DTYPE 0, 1, 2 of common/types.cuh
+
+# Rows or tokens whose loads a warp has under way at once: enough bytes in flight to fill the memory
+# bandwidth at the number of CTAs an SM holds.
+ROWS_PER_WARP = 2
+APPEND_TOKENS_PER_WARP = 2
+FETCH_TOKENS_PER_WARP = 2
+COPY_CTAS_PER_BLOCK = 4
+
+CACHE_FIELDS: Fields = (
+    ("ckv", "ptr<void>"),
+    ("k_rope", "ptr<void>"),
+    ("k_scale", "ptr<void>"),
+    ("ckv_block_stride", "i64"),
+    ("ckv_token_stride", "i64"),
+    ("k_rope_block_stride", "i64"),
+    ("k_rope_token_stride", "i64"),
+    ("k_scale_block_stride", "i64"),
+    ("k_scale_token_stride", "i64"),
+    ("num_slots", "i64"),
+    ("wide", "i32"),
+)
+
+APPEND_FIELDS: Fields = (
+    ("cache", Struct("cache", CACHE_FIELDS)),
+    ("kv_c", "ptr<const void>"),
+    ("k_pe", "ptr<const void>"),
+    ("kv_c_stride", "i64"),
+    ("k_pe_stride", "i64"),
+    ("slot_mapping", "ptr<const void>"),
+    ("slot_stride", "i64"),
+    ("claims", "ptr<unsigned int>"),
+    ("counters", "ptr<unsigned int>"),
+    ("deferred", "ptr<unsigned int>"),
+    ("claim_base", "u32"),
+    ("num_tokens", "u32"),
+    ("slots_are_64bit", "i32"),
+    ("wide", "i32"),
+    ("pow2", "i32"),
+)
+
+QUERY_FIELDS: Fields = (
+    ("q_nope", "ptr<const void>"),
+    ("q_rope", "ptr<const void>"),
+    ("out_nope", "ptr<void>"),
+    ("out_rope", "ptr<void>"),
+    ("out_scale", "ptr<void>"),
+    ("nope_stride_b", "i64"),
+    ("nope_stride_s", "i64"),
+    ("nope_stride_h", "i64"),
+    ("rope_stride_b", "i64"),
+    ("rope_stride_s", "i64"),
+    ("rope_stride_h", "i64"),
+    ("num_rows", "u32"),
+    ("num_heads", "u32"),
+    ("seq_len_q", "u32"),
+    ("flat", "i32"),
+    ("wide", "i32"),
+    ("pow2", "i32"),
+)
+
+
+def _variants(
+    suffix: str, registers: int, *defines: tuple[str, int], wide_registers: int | None = None
+) -> tuple[Variant, ...]:
+    """A variant for each input dtype; float32 rows take twice the registers to hold."""
+    variants = []
+    for code, dtype in enumerate(INPUT_DTYPES):
+        limit = wide_registers if dtype == "float32" and wide_registers else registers
+        min_ctas = 65536 // (THREADS * limit)
+        own = (("INPUT_DTYPE", code), ("MIN_CTAS", min_ctas), *defines)
+        variants.append(Variant(dtype + suffix, own, max_registers=limit))
+    return tuple(variants)
+
+
+_ROWS = ("ROWS_PER_WARP", ROWS_PER_WARP)
+
+QUANTIZE_Q = KernelSpec(
+    name="quantize_q",
+    source="quantize_q.cu",
+    params=QUERY_FIELDS,
+    threads=THREADS,
+    variants=_variants("", 64, _ROWS, wide_registers=80),
+)
+
+APPEND_KV = KernelSpec(
+    name="append_kv",
+    source="append_kv.cu",
+    params=APPEND_FIELDS,
+    threads=THREADS,
+    variants=(
+        *_variants("_scan", 64, ("TOKENS_PER_WARP", 0)),
+        *_variants("_claim", 64, ("TOKENS_PER_WARP", APPEND_TOKENS_PER_WARP), wide_registers=80),
+    ),
+)
+
+PREPARE = KernelSpec(
+    name="prepare",
+    source="prepare.cu",
+    params=(
+        ("append", Struct("append_kv", APPEND_FIELDS)),
+        ("query", Struct("quantize_q", QUERY_FIELDS)),
+        ("append_ctas", "u32"),
+    ),
+    threads=THREADS,
+    variants=_variants("", 64, _ROWS, ("TOKENS_PER_WARP", 0), wide_registers=80),
+)
+
+_FETCH = (("TOKENS_PER_WARP", FETCH_TOKENS_PER_WARP), ("MIN_CTAS", 5))
+
+FETCH_DEQUANT = KernelSpec(
+    name="fetch_dequant",
+    source="fetch_dequant.cu",
+    params=(
+        ("cache", Struct("cache", CACHE_FIELDS)),
+        ("kv_c", "ptr<void>"),
+        ("k_pe", "ptr<void>"),
+        ("kv_c_stride", "i64"),
+        ("k_pe_stride", "i64"),
+        ("slots", "ptr<const void>"),
+        ("slot_stride", "i64"),
+        ("block_table", "ptr<const int>"),
+        ("block_table_stride", "i64"),
+        ("starts", "ptr<const int>"),
+        ("cu_seqlens", "ptr<const int>"),
+        ("num_rows", "u32"),
+        ("batch", "u32"),
+        ("max_blocks", "u32"),
+        ("slots_are_64bit", "i32"),
+        ("wide_out", "i32"),
+    ),
+    threads=THREADS,
+    variants=(
+        Variant("slots", (("FROM_RANGES", 0), *_FETCH)),
+        Variant("ranges", (("FROM_RANGES", 1), *_FETCH)),
+    ),
+    max_registers=48,
+)
+
+COPY_BLOCKS = KernelSpec(
+    name="copy_blocks",
+    source="copy_blocks.cu",
+    params=(
+        ("ckv", "ptr<void>"),
+        ("k_rope", "ptr<void>"),
+        ("k_scale", "ptr<void>"),
+        ("ckv_block_stride", "i64"),
+        ("k_rope_block_stride", "i64"),
+        ("k_scale_block_stride", "i64"),
+        ("ckv_bytes", "i32"),
+        ("k_rope_bytes", "i32"),
+        ("k_scale_bytes", "i32"),
+        ("pairs", "ptr<const long long>"),
+        ("num_blocks", "i64"),
+    ),
+    threads=THREADS,
+    max_registers=64,
+)
+
+DATA_SPECS = (QUANTIZE_Q, APPEND_KV, PREPARE, FETCH_DEQUANT, COPY_BLOCKS)
