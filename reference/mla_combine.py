@@ -43,7 +43,7 @@ def mla_combine(
     _check(np.asarray(o_accum), np.asarray(lse_accum))
     with np.errstate(all="ignore"):
         top = np.fmax.reduce(lse_accum, axis=0)  # [C1]
-        empty = np.isneginf(lse_accum).all(axis=0)
+        empty = np.asarray(np.isneginf(lse_accum).all(axis=0))
         weights = exp2_mufu(lse_accum - np.where(empty, np.float32(0), top))  # [C2]
         total = np.zeros_like(top)
         for weight in weights:

@@ -28,7 +28,7 @@ U24 = 2.0**-24  # unit roundoff of float32, round to nearest
 EXP2_REL = 1.5e-7  # MUFU.EX2: at most 1.44e-7 over the ranges tried (numerics.md, section 3)
 LOG2_ABS = 2.0**-23  # log2_soft beside its last rounding
 FTZ = 2.0**-126  # exp2 results below this are +0
-BF16_REL = 2.0**-9  # rounding to bf16, normal results
+BF16_REL = 2.0**-8  # unit roundoff of bf16 (8 significant bits), normal results
 LN2 = float(np.log(2.0))
 
 F64 = NDArray[np.float64]
