@@ -32,6 +32,7 @@ def _decode_variant(rows: int, debug: bool = False, trace: bool = False) -> Vari
         _DECODE_SMEM[rows],
         max_spill_bytes=spills,
         allow_serialized=debug or trace,
+        on_demand=debug or trace,
     )
 
 

@@ -1,4 +1,4 @@
-"""Compile check: `python tools/precompile.py --check [--kernel NAME] [--log]`.
+"""Compile check: `python tools/precompile.py --check [--all] [--kernel NAME] [--log]`.
 
 Compiles every kernel of the table for sm_90a in child processes with whatever NVRTC is installed,
 and exits non-zero on a compile error, a compiler crash, a C75xx line or resources over the table.

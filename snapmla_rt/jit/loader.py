@@ -67,7 +67,13 @@ def load_or_compile(
     unit = make_unit(table, spec, variant, ("-lineinfo",) if _debug() else ())
     header_parts = [part for pair in unit.headers.items() for part in pair]
     key = make_key(
-        nvrtc_identity(), *unit.options, unit.source_name, unit.entry, unit.source, *header_parts
+        nvrtc_identity(),
+        *unit.options,
+        f"allow_serialized={unit.allow_serialized}",
+        unit.source_name,
+        unit.entry,
+        unit.source,
+        *header_parts,
     )
 
     def build() -> bytes:

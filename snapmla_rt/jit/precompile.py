@@ -136,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--check", action="store_true", help="write nothing, hold the limits")
     parser.add_argument("--kernel", action="append", default=[], help="only this kernel")
+    parser.add_argument("--all", action="store_true", help="also variants for debugging")
     parser.add_argument("--cache-dir", default="", help="default: SNAPMLA_CACHE_DIR or XDG")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="child processes")
     parser.add_argument("--log", action="store_true", help="print the compiler's log")
@@ -152,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _child(args)
     try:
         table = load_table(args.table)
-        jobs = table.jobs(args.kernel)
+        jobs = table.jobs(args.kernel, on_demand=args.all or args.variant is not None)
         identity = nvrtc_identity()
     except (ArgumentError, CompileError, UnsupportedDeviceError) as error:
         print(f"precompile: {error}", file=sys.stderr)

@@ -154,6 +154,7 @@ class Variant:
     dynamic_smem_bytes: dynamic shared memory of a launch. max_registers and max_spill_bytes
     override the kernel's own limits. allow_serialized: ptxas may serialise wgmma here (a build to
     look inside, where calls cross the pipeline); everywhere else that fails the compilation.
+    on_demand: compiled at its first use only, not at import, not by a plain `snapmla precompile`.
     """
 
     name: str = ""
@@ -162,6 +163,7 @@ class Variant:
     max_registers: int | None = None
     max_spill_bytes: int | None = None
     allow_serialized: bool = False
+    on_demand: bool = False
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,17 @@ class KernelTable:
                 return spec
         raise ArgumentError("kernel", f"one of {[s.name for s in self.specs]}", repr(name))
 
-    def jobs(self, names: Iterable[str] = ()) -> list[tuple[KernelSpec, Variant]]:
-        """Every (kernel, variant) of the table, or of the kernels named."""
+    def jobs(
+        self, names: Iterable[str] = (), on_demand: bool = False
+    ) -> list[tuple[KernelSpec, Variant]]:
+        """Every (kernel, variant) of the table, or of the kernels named.
+
+        on_demand: whether variants that serve nobody by themselves are among them.
+        """
         wanted = [self[name] for name in names] or list(self.specs)
-        return [(spec, variant) for spec in wanted for variant in spec.variants]
+        return [
+            (spec, variant)
+            for spec in wanted
+            for variant in spec.variants
+            if on_demand or not variant.on_demand
+        ]
