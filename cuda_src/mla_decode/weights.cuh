@@ -136,10 +136,9 @@ __device__ __forceinline__ void publish_weights(Storage& s, const Ring<kBuffers>
     const int row = 16 * warp + (lane >> 2);
     s.block_factor[ring.index][factor_index(row)] = t[0];
     s.block_factor[ring.index][factor_index(row + 8)] = t[1];
-    if (raised) {
-      s.raise_factor[ring.index][factor_index(row)] = r[0];
-      s.raise_factor[ring.index][factor_index(row + 8)] = r[1];
-    }
+    // r is written also where this warp's rows stay: another warp's raise makes all of it read.
+    s.raise_factor[ring.index][factor_index(row)] = r[0];
+    s.raise_factor[ring.index][factor_index(row + 8)] = r[1];
   }
   if (lane == 0) s.raised[ring.index][warp] = raised;
   fence_proxy_async_shared();
