@@ -15,18 +15,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import assert_same_bytes
-from snapmla_rt.reference import tensor_core
-from snapmla_rt.reference.attention_fp64 import attention_fp64
-from snapmla_rt.reference.fetch_dequant import fetch_dequant
-from snapmla_rt.reference.mla_decode import mla_decode
-from snapmla_rt.reference.plan_decode import plan_decode
-from snapmla_rt.reference.quantize_q import quantize_q
 
 from snapmla_rt import __version__, cli, progress, run_backends
 from snapmla_rt.capture import encode_safetensors, paper_distribution, read_safetensors
 from snapmla_rt.decode_run import DecodeOptions, decode_run
 from snapmla_rt.errors import ArgumentError, UnsupportedDeviceError
 from snapmla_rt.metrics import error_summary
+from snapmla_rt.reference import tensor_core
+from snapmla_rt.reference.attention_fp64 import attention_fp64
+from snapmla_rt.reference.fetch_dequant import fetch_dequant
+from snapmla_rt.reference.mla_decode import mla_decode
+from snapmla_rt.reference.plan_decode import plan_decode
+from snapmla_rt.reference.quantize_q import quantize_q
 from snapmla_rt.report import json_text
 from snapmla_rt.run_backends import ReferenceBackend, StageTimes, make_backend
 

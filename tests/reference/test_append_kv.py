@@ -9,13 +9,13 @@ from compare import assert_same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from poison import poisoned_cache
-from snapmla_rt.reference.append_kv import append_kv
-from snapmla_rt.reference.fetch_dequant import fetch_dequant
-from snapmla_rt.reference.quantize_q import quantize_q_parts
 from strategies import cast_finite, float_dtypes, token_arrays
 
 from snapmla_rt.config import RECORD_BYTES, RECORD_ROPE_OFFSET, RECORD_SCALE_OFFSET
 from snapmla_rt.errors import ArgumentError
+from snapmla_rt.reference.append_kv import append_kv
+from snapmla_rt.reference.fetch_dequant import fetch_dequant
+from snapmla_rt.reference.quantize_q import quantize_q_parts
 
 ROUNDINGS = st.sampled_from(["exact", "pow2"])
 NUM_BLOCKS = 3

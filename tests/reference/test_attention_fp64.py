@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import DecodeCase, decode_cases, lengths, seeds
+
 from snapmla_rt.reference import attention_fp64 as oracle
 from snapmla_rt.reference.attention_fp64 import (
     attention_fp64,
@@ -18,7 +20,6 @@ from snapmla_rt.reference.attention_fp64 import (
     e4m3_table,
     round_to_e4m3,
 )
-from strategies import DecodeCase, decode_cases, lengths, seeds
 
 EPS = 2.0**-52
 

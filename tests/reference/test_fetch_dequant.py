@@ -9,12 +9,12 @@ from compare import assert_same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from poison import poison_block_table, poison_unused_slots, poisoned_cache
-from snapmla_rt.reference.append_kv import append_kv
-from snapmla_rt.reference.fetch_dequant import fetch_dequant, fetch_dequant_ranges
-from snapmla_rt.reference.quantize_q import quantize_q_parts
 from strategies import lengths, seeds, shuffled_block_table, slots_of, token_arrays
 
 from snapmla_rt.errors import ArgumentError
+from snapmla_rt.reference.append_kv import append_kv
+from snapmla_rt.reference.fetch_dequant import fetch_dequant, fetch_dequant_ranges
+from snapmla_rt.reference.quantize_q import quantize_q_parts
 
 
 def random_cache(num_blocks: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -9,10 +9,10 @@ from decode_tools import BF16_REL, EXP2_REL, FTZ, LN2, LOG2_ABS, U24
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from snapmla_rt.reference.mla_combine import BF16_MAX, hold, mla_combine, natural_lse
-from snapmla_rt.reference.numerics import bf16_from_f32, f32_from_bf16
 
 from snapmla_rt.errors import ArgumentError
+from snapmla_rt.reference.mla_combine import BF16_MAX, hold, mla_combine, natural_lse
+from snapmla_rt.reference.numerics import bf16_from_f32, f32_from_bf16
 
 F32 = NDArray[np.float32]
 INF = np.float32(np.inf)

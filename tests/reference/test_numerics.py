@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from snapmla_rt.reference import numerics as nm
 
 from snapmla_rt.config import LOG2_COEFFS_BITS
 from snapmla_rt.errors import ArgumentError
+from snapmla_rt.reference import numerics as nm
 
 Vectors = dict[str, np.ndarray]
 Function = Callable[[np.ndarray], np.ndarray]

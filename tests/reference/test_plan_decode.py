@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from snapmla_rt.reference.mla_decode import splits_of
-from snapmla_rt.reference.plan_decode import plan_decode
 
 from snapmla_rt.config import (
     INVARIANT_SPLIT_TOKENS,
@@ -19,6 +17,8 @@ from snapmla_rt.config import (
 )
 from snapmla_rt.errors import ArgumentError
 from snapmla_rt.plan import BEGIN_REQ, END_REQ, DecodePlan, PlanConfig
+from snapmla_rt.reference.mla_decode import splits_of
+from snapmla_rt.reference.plan_decode import plan_decode
 
 # Nothing, one token, both sides of a block of 64 and of 128, of the invariant cut, and the limit.
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129, 2047, 2048, 2049, 131072, MAX_CACHE_SEQLEN)

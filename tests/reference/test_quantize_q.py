@@ -9,8 +9,6 @@ from compare import assert_same_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantize_oracle import quantize_row
-from snapmla_rt.reference.quantize import next_power_of_two
-from snapmla_rt.reference.quantize_q import quantize_q, quantize_q_parts
 from strategies import (
     NON_FINITE,
     PATTERNS,
@@ -24,6 +22,8 @@ from strategies import (
 )
 
 from snapmla_rt.errors import ArgumentError
+from snapmla_rt.reference.quantize import next_power_of_two
+from snapmla_rt.reference.quantize_q import quantize_q, quantize_q_parts
 
 ROUNDINGS = st.sampled_from(["exact", "pow2"])
 NAN_BITS = 0x7FFFFFFF

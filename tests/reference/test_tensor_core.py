@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from snapmla_rt.reference import numerics as nm
-from snapmla_rt.reference import tensor_core as tc
 
 from snapmla_rt.errors import ArgumentError
+from snapmla_rt.reference import numerics as nm
+from snapmla_rt.reference import tensor_core as tc
 
 Vectors = dict[str, np.ndarray]
 
