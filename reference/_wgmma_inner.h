@@ -70,17 +70,20 @@ static inline int wg_is_special(uint32_t bits) { return (bits & WG_INF) == WG_IN
 #define WG_E8_BIAS 140    /* sum - this = exponent of the product */
 
 /* [T2] of `count` codes: values, exponents; returns whether there is a NaN among them. */
-static inline int wg_decode_e4m3(const uint8_t *code, int count, float *value, uint8_t *exponent)
+static inline int wg_decode_e4m3(const uint8_t *restrict code, int count, float *restrict value,
+                                 uint8_t *restrict exponent)
 {
     int i;
     uint8_t nan = 0;
     for (i = 0; i < count; i++) {
-        uint32_t magnitude = code[i] & 0x7fu;
-        uint32_t sign = (uint32_t)(code[i] >> 7) << 31;
-        uint32_t normal = (magnitude << 20) + (120u << 23);
-        uint32_t subnormal = wg_bits((float)(int32_t)magnitude * (1.0f / 512.0f));
-        uint32_t bits = magnitude >= 8 ? normal : subnormal;
-        value[i] = wg_float(magnitude == 0x7f ? 0u : bits | sign);
+        /* Integer significand times a power of two: no branch around a float operation, which
+         * would keep the loop from vectorising. */
+        int32_t magnitude = code[i] & 0x7f, field = magnitude >> 3;
+        int32_t significand = (magnitude & 7) | (field > 0 ? 8 : 0);
+        uint32_t power = (uint32_t)WG_MAX(field, 1) + (127 - 7 - 3);
+        significand = magnitude == 0x7f ? 0 : significand;
+        significand = code[i] >> 7 ? -significand : significand;
+        value[i] = (float)significand * wg_float(power << 23);
     }
     for (i = 0; i < count; i++) {
         uint8_t magnitude = code[i] & 0x7f;
@@ -244,18 +247,20 @@ static void wg_tile8(const uint8_t *a, ptrdiff_t a_row, const uint8_t *b, ptrdif
 #define WG_E16_ZERO (-300) /* exponent of a zero (or special) operand: every sum is below the floor */
 
 /* [T2] of `count` bf16; returns whether there is a NaN or infinity among them. */
-static inline int wg_decode_bf16(const uint16_t *bits, int count, double *value, int16_t *exponent)
+static inline int wg_decode_bf16(const uint16_t *restrict bits, int count, double *restrict value,
+                                 int16_t *restrict exponent)
 {
     int i;
     uint16_t special = 0;
     for (i = 0; i < count; i++) {
         /* The magnitude as an integer times a power of two, so that nothing depends on how the
          * machine treats subnormal float32. */
-        int32_t field = (bits[i] >> 7) & 0xff, mantissa = bits[i] & 0x7f;
-        int32_t significand = field ? mantissa | 0x80 : mantissa;
+        int32_t word = bits[i], field = (word >> 7) & 0xff;
+        int32_t significand = (word & 0x7f) | (field > 0 ? 0x80 : 0);
         int32_t power = WG_MAX(field, 1) - 127 - 7;
         double scale = wg_double((uint64_t)(uint32_t)(1023 + power) << 52);
-        significand = field == 0xff ? 0 : bits[i] >> 15 ? -significand : significand;
+        significand = field == 0xff ? 0 : significand;
+        significand = word >> 15 ? -significand : significand;
         value[i] = (double)significand * scale;
     }
     for (i = 0; i < count; i++) {
