@@ -9,7 +9,7 @@ import os
 import threading
 from typing import Any
 
-from ..errors import CudaError, UnsupportedDeviceError
+from ..errors import CudaError, SnapMLAError, UnsupportedDeviceError
 
 CU13_MIN_DRIVER = "580"
 CU12_MIN_DRIVER = "525"
@@ -133,6 +133,8 @@ def check_driver_version() -> None:
     """Raise UnsupportedDeviceError where the driver is too old for the installed bindings."""
     try:
         major, minor = driver_version()
+    except SnapMLAError:
+        raise
     except RuntimeError as error:  # an old driver may lack even the entry-point lookup
         raise UnsupportedDeviceError(f"the CUDA driver does not answer: {error}") from error
     needed = bindings_major()

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -356,7 +356,7 @@ def test_over_the_limits_is_a_warning_at_run_time(folder: Path) -> None:
 
 
 @pytest.fixture
-def on_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def on_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "probe_table", raising=False)
 
