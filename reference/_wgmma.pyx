@@ -1,5 +1,4 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, freethreading_compatible=True
-# distutils: extra_compile_args = -O3
 """Compiled backend of tensor_core.py: chains of wgmma steps on one accumulator matrix.
 
 Both functions change `d` in place (C on entry, D on return) and release the GIL; parts of one
