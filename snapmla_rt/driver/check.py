@@ -13,7 +13,7 @@ from ..errors import CudaError, SnapMLAError, UnsupportedDeviceError
 
 CU13_MIN_DRIVER = "580"
 CU12_MIN_DRIVER = "525"
-_LIBCUDA = "libcuda.so.1"
+LIBCUDA = "libcuda.so.1"
 _REFERENCE_HINT = "backend='reference' runs without a GPU"
 
 _lock = threading.Lock()
@@ -30,7 +30,7 @@ def has_driver() -> bool:
 def _load_libcuda() -> str | None:
     """None when libcuda loads, else the loader's reason."""
     try:
-        ctypes.CDLL(_LIBCUDA)
+        ctypes.CDLL(LIBCUDA)
     except OSError as error:
         return str(error)
     return None
@@ -45,7 +45,7 @@ def bindings() -> Any:
     missing = _load_libcuda()
     if missing is not None:
         raise UnsupportedDeviceError(
-            f"no CUDA driver: {_LIBCUDA} cannot be loaded ({missing}); the kernels need a Hopper "
+            f"no CUDA driver: {LIBCUDA} cannot be loaded ({missing}); the kernels need a Hopper "
             f"GPU with driver {CU13_MIN_DRIVER} or newer (cu13) or {CU12_MIN_DRIVER} (cu12); "
             f"{_REFERENCE_HINT}"
         )

@@ -1,18 +1,22 @@
 """Launching a loaded kernel: packed parameters, reused launch configurations.
 
 A launch packs the params struct into a buffer of the kernel, sets grid and stream on a stored
-CUlaunchConfig and calls cuLaunchKernelEx, which copies the parameters before it returns.
+CUlaunchConfig and calls cuLaunchKernelEx, which copies the parameters before it returns. Where the
+same launch is repeated with nothing changed, `Kernel.prepare` does all of that once.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from typing import Any, Protocol
 
 from ..errors import ArgumentError, CudaError
 from . import check
-from .device import primary_context
+from .device import device_context, primary_context
+
+_LAST_DEFAULT_STREAM = 2  # 0 and 1: the legacy stream, 2: the thread's
 
 
 class Layout(Protocol):
@@ -61,6 +65,7 @@ class Kernel:
         self._configs = tuple(
             _make_config(driver, threads, dynamic_smem_bytes, cluster, pdl) for pdl in (False, True)
         )
+        self._shape = (threads, dynamic_smem_bytes, cluster)
 
     def launch(
         self, grid: tuple[int, int, int], stream: int, *values: Any, pdl: bool = False
@@ -93,6 +98,21 @@ class Kernel:
         if code != 0:
             raise self._launch_error(grid, code)
 
+    def prepare(
+        self, grid: tuple[int, int, int], stream: int, *values: Any, pdl: bool = False
+    ) -> PreparedLaunch | None:
+        """`launch` with everything fixed, to be called any number of times; None for an empty grid.
+
+        Arguments and errors as in `launch`.
+        """
+        if 0 in grid:
+            return None
+        try:
+            params = self._layout.packer.pack(*values)
+        except Exception as error:
+            raise self._value_error(values, error) from error
+        return PreparedLaunch(self, params, grid, stream, pdl)
+
     def _launch_in_primary(self, config: Any) -> Any:
         """Launch with the device's primary context current for the call."""
         check.call("cuCtxPushCurrent", self._context)
@@ -113,6 +133,101 @@ class Kernel:
 
     def _launch_error(self, grid: tuple[int, int, int], code: Any) -> CudaError:
         return check.cuda_error(f"cuLaunchKernelEx of {self.name} with grid {grid}", code)
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: an id and a value of 64 bytes, of which the first words are used."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("words", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _launch_function() -> Any:
+    """cuLaunchKernelEx itself: through the bindings its arguments are converted at every call."""
+    function = ctypes.CDLL(check.LIBCUDA).cuLaunchKernelEx
+    function.restype = ctypes.c_int
+    return function
+
+
+class PreparedLaunch:
+    """One launch whose parameters, grid and stream are fixed: calling it enqueues it.
+
+    Nothing in it changes after it is made, and the driver copies the parameters at each call, so
+    any thread may call it at any time.
+    """
+
+    __slots__ = ("_arguments", "_call", "_keep", "_kernel", "grid", "stream")
+
+    def __init__(
+        self, kernel: Kernel, params: bytes, grid: tuple[int, int, int], stream: int, pdl: bool
+    ) -> None:
+        self._kernel = kernel
+        self.grid = grid
+        self.stream = stream
+        memory = ctypes.create_string_buffer(len(params) + 64)
+        start = ctypes.addressof(memory) + -ctypes.addressof(memory) % 64
+        ctypes.memmove(start, params, len(params))
+        pointers = (ctypes.c_void_p * 1)(start)
+        attributes = self._attributes(pdl)
+        config = _Config()
+        threads, config.shared_bytes, _ = kernel._shape
+        config.grid[:] = grid
+        config.block[:] = (threads, 1, 1)
+        config.stream = stream
+        config.attributes = attributes
+        config.num_attributes = len(attributes)
+        self._keep = (memory, pointers, attributes, config)
+        self._call = _launch_function()
+        self._arguments = (
+            ctypes.c_void_p(ctypes.addressof(config)),
+            ctypes.c_void_p(int(kernel._function)),
+            ctypes.c_void_p(ctypes.addressof(pointers)),
+            ctypes.c_void_p(None),
+        )
+
+    def _attributes(self, pdl: bool) -> Any:
+        kinds, found = check.bindings().CUlaunchAttributeID, []
+        cluster = self._kernel._shape[2]
+        if cluster is not None:
+            found.append((int(kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION), cluster))
+        if pdl:
+            kind = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            found.append((int(kind), (1,)))
+        attributes = (_Attribute * len(found))()
+        for attribute, (kind_id, words) in zip(attributes, found, strict=True):
+            attribute.id = kind_id
+            attribute.words[: len(words)] = words
+        return attributes
+
+    def __call__(self) -> None:
+        """Enqueue the launch. Raises CudaError for a refused launch."""
+        if check.forked_after_use:
+            check.initialise()  # says what is wrong
+        # A stream of its own names the context; the default streams exist in every context.
+        if self.stream > _LAST_DEFAULT_STREAM:
+            code = self._call(*self._arguments)
+            if code == 0:
+                return
+        self._call_in_context()
+
+    def _call_in_context(self) -> None:
+        with device_context(self._kernel.device_index):
+            code = self._call(*self._arguments)
+        if code != 0:
+            raise self._kernel._launch_error(self.grid, check.bindings().CUresult(code))
 
 
 def _make_config(

@@ -135,6 +135,43 @@ def test_launch_passes_every_byte(run_with_fake: Callable[..., str]) -> None:
     )
 
 
+def test_prepared_launch_passes_the_same_bytes(run_with_fake: Callable[..., str]) -> None:
+    """What `prepare` fixed reaches the driver at every call, whatever was launched in between."""
+    run_with_fake(
+        """
+        kernel = loader(cluster=(2, 1, 1)).kernel("probe", device_index=1)
+        fake("fake_param_bytes").value = 256
+        values = (-5, 1 << 40, 0xDEADBEEF000, bytes(range(128)), 1.5)
+        def seen():
+            sent = last()
+            return (list(sent.grid), list(sent.block), sent.stream, sent.shared, sent.device,
+                    sent.num_attributes, list(sent.ids)[:sent.num_attributes],
+                    [list(w) for w in sent.words][:sent.num_attributes],
+                    bytes(sent.params)[:256], sent.function)
+        for stream in (0, 2, 0x77):
+            for pdl in (False, True):
+                kernel.launch((7, 3, 2), stream, *values, pdl=pdl)
+                want = seen()
+                prepared = kernel.prepare((7, 3, 2), stream, *values, pdl=pdl)
+                for _ in range(3):
+                    kernel.launch((1, 1, 1), 5, 1, 2, 3, bytes(128), 0.5)
+                    prepared()
+                    assert seen() == want, (seen(), want)
+        # A current context of the device is used; with a stream of its own none is needed.
+        with device.device_context(0):
+            prepared = kernel.prepare((1, 1, 1), 0, *values)
+            prepared()
+            assert last().device == 1 and device.current_device() == 0
+        assert FAKE.fake_context_depth() == 0
+        assert kernel.prepare((0, 1, 1), 0, *values) is None
+        raises(ArgumentError, lambda: kernel.prepare((1, 1, 1), 0, *values[:-1]), "got 4")
+        fake("fake_launch_result").value = 701
+        error = raises(CudaError, prepared, "cuLaunchKernelEx of probe", "grid (1, 1, 1)", "701")
+        assert error.code == 701
+        """
+    )
+
+
 def test_launch_refuses_what_does_not_fit(run_with_fake: Callable[..., str]) -> None:
     run_with_fake(
         """
