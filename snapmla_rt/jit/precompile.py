@@ -129,6 +129,12 @@ def _print_row(row: Row) -> None:
         print("    " + row.error.replace("\n", "\n    "))
 
 
+def _child_seconds() -> float:
+    """Processor seconds of the children that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="snapmla precompile",
@@ -165,12 +171,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(f"NVRTC {identity}, {len(jobs)} to compile")
     print(f"{'kernel':<40} {'regs':>5} {'spills':>6} {'smem':>6} {'cubin':>8} {'seconds':>7}")
-    start, failed = time.perf_counter(), 0
+    start, failed, before = time.perf_counter(), 0, _child_seconds()
     with ThreadPoolExecutor(max(1, args.jobs)) as pool:
         for row in pool.map(lambda job: _run_child(args, *job), jobs):
             _print_row(row)
             failed += bool(row.error)
-    print(f"{len(jobs) - failed} ok, {failed} failed, {time.perf_counter() - start:.1f} s")
+    wall, processor = time.perf_counter() - start, _child_seconds() - before
+    print(f"{len(jobs) - failed} ok, {failed} failed, {wall:.1f} s, processor {processor:.1f} s")
     return 1 if failed else 0
 
 

@@ -487,6 +487,7 @@ def test_doctor_reports_without_writing(folder: Path, monkeypatch: pytest.Monkey
         assert any("no CUDA driver" in advice for advice in found["advice"])
 
 
+@pytest.mark.slow
 def test_project_table_compiles_within_fifteen_seconds() -> None:
     """Cold compile of everything that serves: at most 15 s on 2 cores, each within its limits.
 
