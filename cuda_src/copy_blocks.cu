@@ -2,8 +2,9 @@
 // it moves bytes (KVCacheStorage.copy_blocks).
 //
 // Arguments (CopyBlocksParams): three planes (codes, RoPE, scales) as address, block stride and bytes
-// of a block (a multiple of 16; plane contiguous within a block, 16-byte aligned); pairs i64 [n][2]:
-// source and destination block. No destination is a source or repeated (the API checks); ids outside
+// of a block (a multiple of 16; plane contiguous within a block, 16-byte aligned); pair_0 to pair_63:
+// source block << 32 | destination block, in the parameters themselves, so that no list has to reach
+// the device first. No destination is a source or repeated (the caller sees to it); ids outside
 // 0..num_blocks - 1 copy nothing.
 // Launch: 1-D grid of 4 n CTAs, 256 threads: a CTA copies a quarter of a block. May be launched as a
 // dependent.
@@ -38,9 +39,9 @@ extern "C" __global__ void __launch_bounds__(256)
     copy_blocks(const __grid_constant__ CopyBlocksParams p) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  const i64 pair = blockIdx.x / kCtasPerBlock;
-  const i64 from = ld_global_s64(p.pairs + 2 * pair), to = ld_global_s64(p.pairs + 2 * pair + 1);
-  if (from < 0 || to < 0 || from >= p.num_blocks || to >= p.num_blocks || from == to) return;
+  const u64 pair = (&p.pair_0)[blockIdx.x / kCtasPerBlock];
+  const i64 from = pair >> 32, to = pair & 0xffffffffu;
+  if (from >= p.num_blocks || to >= p.num_blocks || from == to) return;
   copy_plane(p.ckv, p.ckv_block_stride, p.ckv_bytes, from, to);
   copy_plane(p.k_rope, p.k_rope_block_stride, p.k_rope_bytes, from, to);
   copy_plane(p.k_scale, p.k_scale_block_stride, p.k_scale_bytes, from, to);

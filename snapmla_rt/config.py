@@ -36,7 +36,8 @@ MAX_CACHE_SEQLEN = 1 << 20
 # Up to this many tokens append_kv looks for a later token of the same slot by reading the mapping
 # (each CTA reads what follows its own tokens); beyond it tokens claim their slots in a workspace.
 APPEND_SCAN_MAX = 2048
-MAX_TOKENS_PER_LAUNCH = 1 << 30  # rows or tokens of one data-movement launch: 32-bit counters
+APPEND_CLAIM_MAX = 1 << 20  # tokens of one launch that claim; more are several launches, in order
+MAX_ROWS_PER_LAUNCH = 1 << 30  # query rows or fetched tokens of one launch: 32-bit counters
 
 # --- Quantisation ------------------------------------------------------------------------------
 FP8_MAX = 448.0  # largest finite e4m3 value

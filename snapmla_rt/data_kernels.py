@@ -15,6 +15,7 @@ ROWS_PER_WARP = 2
 APPEND_TOKENS_PER_WARP = 2
 FETCH_TOKENS_PER_WARP = 2
 COPY_CTAS_PER_BLOCK = 4
+COPY_PAIRS = 64  # block copies of one launch: they travel in its parameters
 
 CACHE_FIELDS: Fields = (
     ("ckv", "ptr<void>"),
@@ -159,8 +160,8 @@ COPY_BLOCKS = KernelSpec(
         ("ckv_bytes", "i32"),
         ("k_rope_bytes", "i32"),
         ("k_scale_bytes", "i32"),
-        ("pairs", "ptr<const long long>"),
         ("num_blocks", "i64"),
+        *((f"pair_{i}", "u64") for i in range(COPY_PAIRS)),
     ),
     threads=THREADS,
     max_registers=64,
