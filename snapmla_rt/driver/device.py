@@ -128,6 +128,21 @@ def device_context(index: int) -> Iterator[None]:
         call("cuCtxPopCurrent")
 
 
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let this thread allocate, free and load code while a stream is being captured.
+
+    None of that is recorded, and without this it would end the capture, also one that the caller
+    began through another library. Needs no context.
+    """
+    mode = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call("cuThreadExchangeStreamCaptureMode", mode)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)
+
+
 def current_num_sms(index: int) -> int:
     """SMs that a launch on GPU `index` from this thread may use.
 
@@ -139,8 +154,9 @@ def current_num_sms(index: int) -> int:
         return info.num_sms
     driver = bindings()
     kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
-    code, context = driver.cuCtxGetCurrent()
-    if code != 0:
+    context = call("cuCtxGetCurrent")
+    try:
+        code, resource = driver.cuCtxGetDevResource(context, kind)
+    except RuntimeError:  # a driver before 12.4 has neither the function nor green contexts
         return info.num_sms
-    code, resource = driver.cuCtxGetDevResource(context, kind)
     return info.num_sms if code != 0 else int(resource.sm.smCount)

@@ -199,7 +199,8 @@ class PreparedLaunch:
         )
 
     def _attributes(self, pdl: bool) -> Any:
-        kinds, found = check.bindings().CUlaunchAttributeID, []
+        kinds = check.bindings().CUlaunchAttributeID
+        found: list[tuple[int, tuple[int, ...]]] = []
         cluster = self._kernel._shape[2]
         if cluster is not None:
             found.append((int(kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION), cluster))

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import ArgumentError, CudaError
 from . import check
 from .check import bindings, call
-from .device import device_context
+from .device import device_context, relaxed_capture
 
 LEGACY_STREAM = 0
 
@@ -29,14 +29,14 @@ class DeviceBuffer:
         self.nbytes = nbytes
         self.device_index = device_index
         self.ptr = 0
-        with device_context(device_index):
+        with device_context(device_index), relaxed_capture():
             self.ptr = _allocate("cuMemAlloc", max(nbytes, 1), nbytes, f"GPU {device_index}")
 
     def free(self) -> None:
         """Give the memory back now (the driver first waits for work that uses it)."""
         pointer, self.ptr = self.ptr, 0
         if pointer and not check.forked_after_use:
-            with device_context(self.device_index):
+            with device_context(self.device_index), relaxed_capture():
                 call("cuMemFree", pointer)
 
     def __del__(self) -> None:
@@ -57,7 +57,7 @@ class PinnedBuffer:
         self.device_index = device_index
         self.ptr = 0
         portable = 1  # CU_MEMHOSTALLOC_PORTABLE: pinned for every context
-        with device_context(device_index):
+        with device_context(device_index), relaxed_capture():
             self.ptr = _allocate("cuMemHostAlloc", max(nbytes, 1), nbytes, "pinned", portable)
 
     def view(self) -> memoryview:
@@ -70,7 +70,7 @@ class PinnedBuffer:
         """Unpin and give the memory back; views of it must not be used any more."""
         pointer, self.ptr = self.ptr, 0
         if pointer and not check.forked_after_use:
-            with device_context(self.device_index):
+            with device_context(self.device_index), relaxed_capture():
                 call("cuMemFreeHost", pointer)
 
     def __del__(self) -> None:

@@ -5,6 +5,7 @@ Needs the wheels only: no driver, no GPU, no toolkit.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
@@ -141,6 +142,7 @@ def nvrtc_version() -> tuple[int, int]:
     return major, minor
 
 
+@functools.lru_cache(maxsize=1)
 def nvrtc_identity() -> str:
     """The exact NVRTC for cache keys: library version and, where known, the wheel's build."""
     major, minor = nvrtc_version()

@@ -137,7 +137,7 @@ class KernelLoader:
         return self._load(name, variant, device_index) if found is None else found
 
     def _load(self, name: str, variant: str, device_index: int) -> Any:
-        from ..driver.device import device_context, require_hopper
+        from ..driver.device import device_context, relaxed_capture, require_hopper
         from ..driver.launch import Kernel, get_kernel, load_library
 
         require_hopper(device_index)
@@ -147,7 +147,7 @@ class KernelLoader:
         key = (name, variant, device_index)
         with self._load_lock:
             if key not in self._kernels:
-                with device_context(device_index):
+                with device_context(device_index), relaxed_capture():
                     library = self._libraries.get(key[:2])
                     if library is None:
                         library = self._libraries[key[:2]] = load_library(compiled.cubin)

@@ -432,3 +432,31 @@ def test_streams(run_with_fake: Callable[..., str]) -> None:
         assert waits.value == 2 and fake("fake_event_records").value == 2
         """
     )
+
+
+def test_capture_survives_loading_and_memory(run_with_fake: Callable[..., str]) -> None:
+    """First call, allocation and garbage inside a capture, which a plain call would break."""
+    run_with_fake(
+        """
+        import gc
+        fake("fake_capturing").value = 1
+        loader().kernel("probe").launch((1, 1, 1), 9, 1, 2, 3, bytes(128), 0.5)
+        buffers = [memory.DeviceBuffer(64, 0), memory.PinnedBuffer(64)]
+        assert fake("fake_live_allocations").value == 2
+        del buffers
+        gc.collect()
+        assert fake("fake_live_allocations").value == 0
+        raises(CudaError, lambda: check.call("cuMemAlloc", 64), "cuMemAlloc", "900")
+        """
+    )
+
+
+def test_sms_follow_the_green_context(run_with_fake: Callable[..., str]) -> None:
+    run_with_fake(
+        """
+        assert device.current_num_sms(0) == 132, "no context: the device's"
+        with device.device_context(1):
+            assert device.current_num_sms(1) == 16 and device.current_num_sms(0) == 132
+        """,
+        FAKE_CUDA_GREEN_SMS="16",
+    )

@@ -202,6 +202,20 @@ def test_capture_and_replay(loader: KernelLoader) -> None:
         assert (data.numpy(stream.handle) == np.int64(value).astype(np.int32)).all()
 
 
+def test_first_call_inside_a_capture(loader: KernelLoader) -> None:
+    """Loading the code, allocating and freeing neither break a capture nor enter it."""
+    stream, data = memory.Stream(0), to_device(np.ones(10, np.int32))
+    fresh = KernelLoader(loader.table, loader._cache)
+    graph = Graph(0)
+    with graph.capture(stream.handle):
+        fresh.kernel("add").launch((1, 1, 1), stream.handle, data.ptr, 10, 1)
+        DeviceArray((1000,), "float32")
+        memory.PinnedBuffer(1000)
+    graph.launch(stream.handle)
+    graph.launch(stream.handle)
+    assert (data.numpy(stream.handle) == 13).all()
+
+
 def test_all_dynamic_shared_memory(loader: KernelLoader) -> None:
     words = SHARED_BYTES // 4
     out = DeviceArray((words,), "int32")
