@@ -83,6 +83,8 @@ def _nvrtc(advice: list[str]) -> str | None:
 
 def _gpus(advice: list[str]) -> list[str]:
     gpus = nvml.gpus()
+    if not gpus and check.has_driver():
+        advice.append("NVML lists no GPU: the kernels need a Hopper GPU visible to this process")
     if gpus and not any(gpu.compute_capability == REQUIRED_CAPABILITY for gpu in gpus):
         advice.append("none of the GPUs is a Hopper (sm_90): use backend='reference'")
     return [f"{g.name}, sm_{g.compute_capability[0]}{g.compute_capability[1]}" for g in gpus]

@@ -49,6 +49,7 @@ ITEMSIZE = {
 LEGACY_STREAM = 0
 _CAI_KINDS = {"u": "uint", "i": "int", "f": "float", "b": "bool"}
 _torch_dtypes: dict[Any, str] = {}
+_strided_layouts: set[Any] = set()  # torch.strided, once seen: its text costs more than a look-up
 
 Shape = Sequence[int | str | None]
 
@@ -189,8 +190,11 @@ def _from_torch(tensor: Any, name: str) -> TensorView:
     kind = device.type
     if kind not in ("cuda", "cpu"):
         raise ArgumentError(name, "a CUDA or CPU tensor", f"device {device}")
-    if str(getattr(tensor, "layout", "torch.strided")) != "torch.strided":
-        raise ArgumentError(name, "a strided tensor", tensor.layout)
+    layout = getattr(tensor, "layout", None)
+    if layout not in _strided_layouts:
+        if str(layout) not in ("torch.strided", "None"):
+            raise ArgumentError(name, "a strided tensor", layout)
+        _strided_layouts.add(layout)
     itemsize = ITEMSIZE[dtype]
     return TensorView(
         tensor.data_ptr(),
@@ -396,15 +400,16 @@ def _describe(shape: Shape, dims: Mapping[str, int]) -> str:
 
 
 def _check_shape(tensor: TensorView, name: str, shape: Shape, dims: dict[str, int]) -> None:
-    wanted = _describe(shape, dims)
     fits = len(shape) == len(tensor.shape)
     new: dict[str, int] = {}
     for want, got in zip(shape, tensor.shape, strict=False):
         if isinstance(want, str):
-            want = dims.get(want, new.setdefault(want, got))
-        fits = fits and (want is None or want == got)
+            bound = dims.get(want)
+            want = new.setdefault(want, got) if bound is None else bound
+        if want is not None and want != got:
+            fits = False
     if not fits:
-        raise ArgumentError(name, wanted, list(tensor.shape))
+        raise ArgumentError(name, _describe(shape, dims), list(tensor.shape))
     dims.update(new)
 
 
@@ -432,7 +437,7 @@ def expect(
     _check_shape(tensor, name, shape, {} if dims is None else dims)
     if tensor.dtype not in names:
         raise ArgumentError(name, f"dtype {' or '.join(names)}", tensor.dtype)
-    if tensor.size == 0:
+    if 0 in tensor.shape:
         return tensor
     _check_strides(tensor, name, contiguous, align)
     if writable:
@@ -441,20 +446,25 @@ def expect(
 
 
 def _check_strides(tensor: TensorView, name: str, contiguous: int, align: int) -> None:
-    outer = max(0, len(tensor.shape) - contiguous)
-    inner = _dlpack.contiguous_strides(tensor.shape[outer:], tensor.itemsize)
-    for axis, (extent, stride) in enumerate(zip(tensor.shape, tensor.strides, strict=True)):
+    """From the last dimension outwards: the inner ones without gaps, the outer ones aligned."""
+    shape, strides = tensor.shape, tensor.strides
+    outer, dense = len(shape) - contiguous, ITEMSIZE[tensor.dtype]
+    for axis in range(len(shape) - 1, -1, -1):
+        extent, stride = shape[axis], strides[axis]
         if extent == 1:
             continue
         if stride < 0:
-            raise ArgumentError(name, "no negative strides", f"strides {tensor.strides} (bytes)")
-        if axis >= outer and stride != inner[axis - outer]:
+            raise ArgumentError(name, "no negative strides", f"strides {strides} (bytes)")
+        if axis < outer:
+            if stride % align:
+                wanted = f"outer strides that are multiples of {align} bytes"
+                raise ArgumentError(name, wanted, f"strides {strides} (bytes)")
+        elif stride != dense:
             what = "a contiguous last dimension" if contiguous == 1 else "contiguous dimensions"
-            got = f"strides {tensor.strides} (bytes)"
-            raise ArgumentError(name, f"{what} (the last {contiguous})", got)
-        if axis < outer and stride % align:
-            got = f"strides {tensor.strides} (bytes)"
-            raise ArgumentError(name, f"outer strides that are multiples of {align} bytes", got)
+            wanted = f"{what} (the last {contiguous})"
+            raise ArgumentError(name, wanted, f"strides {strides} (bytes)")
+        else:
+            dense *= extent
     if tensor.ptr % align:
         raise ArgumentError(name, f"an address aligned to {align} bytes", hex(tensor.ptr))
 

@@ -303,8 +303,9 @@ def test_pinned_copies_are_asynchronous(loader: KernelLoader) -> None:
     data = to_device(np.zeros(1, np.int32))
     host = np.frombuffer(pinned.view(), np.int32)
     host[:] = -1
+    kernel = loader.kernel("slow_write")
     start = time.perf_counter()
-    loader.kernel("slow_write").launch((1, 1, 1), stream.handle, data.ptr, 50_000_000, 9)
+    kernel.launch((1, 1, 1), stream.handle, data.ptr, 50_000_000, 9)
     memory.copy_to_host(pinned.ptr, data.ptr, 4, 0, stream.handle)
     assert time.perf_counter() - start < 0.03 and host[0] == -1
     stream.synchronize()
