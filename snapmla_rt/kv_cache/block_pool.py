@@ -88,7 +88,7 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Share of the blocks (null block aside) that are in use: 0.0 to 1.0."""
-        return 1.0 - self._num_free / (self.num_blocks - 1)
+        return 1.0 - float(self._num_free) / float(self.num_blocks - 1)
 
     # --- public operations ----------------------------------------------------------------------
 

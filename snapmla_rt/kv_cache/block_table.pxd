@@ -58,3 +58,5 @@ cdef class BlockTable:
     @cython.locals(row=Py_ssize_t, state=RequestBlocks, was=int64_t)
     cdef int _run_commit(self, BlockPool pool, const int32_t[::1] tokens, Py_ssize_t width,
                          bint roll_back) except -1
+    @cython.locals(row=Py_ssize_t)
+    cdef int _bind(self, list states) except -1

@@ -150,7 +150,7 @@ class BlockTable:
 
     # --- used by KVCacheManager, under its lock -------------------------------------------------
 
-    def _bind(self, states: list[Any]) -> None:
+    def _bind(self, states: list[Any]) -> int:
         """Give the rows to these requests, in order; rows that lose theirs become padding."""
         for row, state in enumerate(states):
             if row >= self.num_reqs or self._states[row] is not state:
@@ -162,6 +162,7 @@ class BlockTable:
         self.num_reqs = len(states)
         for row in range(self.num_reqs):
             self._sync(row, self._states[row])
+        return 0
 
     def _sync(self, row: int, state: RequestBlocks) -> int:
         """Bring one row up to date with its request."""

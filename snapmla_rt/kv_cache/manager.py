@@ -281,21 +281,27 @@ class KVCacheManager:
             )
             if state is not None and computed is not None:
                 raise ArgumentError("computed", f"None: {request!r} has its blocks", "a value")
-            if state is not None:
-                end, have = state.num_tokens + new, state.num_blocks
-                idle = 1 if new + look > 0 and state.tail_is_shared(self.pool) else 0
-            else:
-                if computed is not None:
-                    self._checked_hit(computed, None)
-                have = 0 if computed is None else len(computed.block_ids)
-                end = have * BLOCK_SIZE + new
-                idle = self._count_idle(computed.block_ids, have) if computed is not None else 0
-            if end + look > _MAX_TOKENS:
-                return False
-            total = self._blocks_for(end + look)
-            return total < self.pool.num_blocks and (
-                max(total - have, 0) + idle <= self.pool._num_free
-            )
+            return self._has_room(state, computed, new, look)
+
+    def _has_room(self, state: RequestBlocks | None, computed: Any, new: int, look: int) -> bool:
+        idle = 0
+        if state is not None:
+            end = state.num_tokens + new
+            have = state.num_blocks
+            if new + look > 0 and state.tail_is_shared(self.pool):
+                idle = 1  # a copy of the tail
+        else:
+            have = 0
+            if computed is not None:
+                self._checked_hit(computed, None)
+                have = len(computed.block_ids)
+                idle = self._count_idle(computed.block_ids, have)
+            end = have * BLOCK_SIZE + new
+        if end + look > _MAX_TOKENS:
+            return False
+        total = self._blocks_for(end + look)
+        need = total - have if total > have else 0
+        return total < self.pool.num_blocks and need + idle <= self.pool._num_free
 
     def _blocks_for(self, num_tokens: int) -> int:
         return (num_tokens + _OFFSET) >> _SHIFT
@@ -333,17 +339,7 @@ class KVCacheManager:
         self._check_table(table)
         with self._lock:
             wanted = table.requests if requests is None else list(requests)
-            states = [self._known(request) for request in wanted]
-            if len(set(wanted)) != len(wanted):
-                raise ArgumentError("requests", "each request once", wanted)
-            if len(states) > table.max_num_reqs:
-                raise ArgumentError("requests", f"at most {table.max_num_reqs}", len(states))
-            for state in states:
-                if state.num_blocks > table.max_num_blocks:
-                    expected = f"requests of at most {table.max_num_blocks} blocks"
-                    got = f"{state.request!r} with {state.num_blocks}"
-                    raise ArgumentError("requests", expected, got)
-            table._bind(states)
+            self._bind_table(table, wanted)
 
     def allocate_step(
         self,
@@ -363,15 +359,7 @@ class KVCacheManager:
         loud = must_raise(on_shortage)
         self._check_table(table)
         with self._lock:
-            self._set_counts(table, "num_new_tokens", num_new_tokens, _MAX_TOKENS)
-            need = table._plan_step(self.pool, look)
-            if need > self.pool._num_free:
-                return self._short("the batch", need, loud)
-            if self.pool.debug:
-                self.pool.check_free_blocks(need)
-            copies: list[int] = []
-            total = table._run_step(self.pool, look, copies)
-            return StepAllocation(table.slots[:total], copy_array(copies))
+            return self._step_table(table, num_new_tokens, look, loud)
 
     def commit_step(self, table: BlockTable, token_ids: Any, num_accepted: Any = None) -> None:
         """commit for every row of the table at once, all rows or none.
@@ -388,22 +376,54 @@ class KVCacheManager:
             tokens = token_array("token_ids", array.reshape(-1))
             width = array.shape[1] if array.ndim == 2 else 1
             accepted = width if num_accepted is None else num_accepted
-            self._set_counts(table, "num_accepted", accepted, width)
-            table._check_commit(self.pool, tokens, width)
-            table._run_commit(self.pool, tokens, width, num_accepted is not None)
+            self._commit_table(table, tokens, width, accepted, num_accepted is not None)
 
     def _check_table(self, table: Any) -> None:
         if not isinstance(table, BlockTable):
             raise ArgumentError("table", "a BlockTable", type(table).__name__)
 
-    def _set_counts(self, table: BlockTable, name: str, counts: Any, high: int) -> None:
+    def _bind_table(self, table: BlockTable, wanted: list[Any]) -> int:
+        states = [self._known(request) for request in wanted]
+        if len(set(wanted)) != len(wanted):
+            raise ArgumentError("requests", "each request once", wanted)
+        if len(states) > table.max_num_reqs:
+            raise ArgumentError("requests", f"at most {table.max_num_reqs}", len(states))
+        for state in states:
+            if state.num_blocks > table.max_num_blocks:
+                expected = f"requests of at most {table.max_num_blocks} blocks"
+                got = f"{state.request!r} with {state.num_blocks}"
+                raise ArgumentError("requests", expected, got)
+        table._bind(states)
+        return 0
+
+    def _step_table(self, table: BlockTable, counts: Any, look: int, loud: bool) -> Any:
+        self._set_counts(table, "num_new_tokens", counts, _MAX_TOKENS)
+        need = table._plan_step(self.pool, look)
+        if need > self.pool._num_free:
+            return self._short("the batch", need, loud)
+        if self.pool.debug:
+            self.pool.check_free_blocks(need)
+        copies: list[int] = []
+        total = table._run_step(self.pool, look, copies)
+        return StepAllocation(table.slots[:total], copy_array(copies))
+
+    def _commit_table(
+        self, table: BlockTable, tokens: Any, width: int, accepted: Any, roll_back: bool
+    ) -> int:
+        self._set_counts(table, "num_accepted", accepted, width)
+        table._check_commit(self.pool, tokens, width)
+        table._run_commit(self.pool, tokens, width, roll_back)
+        return 0
+
+    def _set_counts(self, table: BlockTable, name: str, counts: Any, high: int) -> int:
         if np.ndim(counts) == 0:
             table._fill_counts(check_count(name, counts, 0, high))
-            return
+            return 0
         given = int_array(name, counts, 0, high, np.int32)
         if len(given) != table.num_reqs:
             raise ArgumentError(name, f"one a row ({table.num_reqs})", len(given))
         np.asarray(table._counts)[: len(given)] = given
+        return 0
 
     # --- commit, truncate, fork, free -----------------------------------------------------------
 
