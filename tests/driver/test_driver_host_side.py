@@ -335,6 +335,17 @@ def test_import_calls_nothing_in_the_driver(run_with_fake: Callable[..., str]) -
     )
 
 
+def test_compiling_calls_nothing_in_the_driver(run_with_fake: Callable[..., str]) -> None:
+    """NVRTC itself calls cuInit unless told not to, which would forbid CUDA in forked children."""
+    run_with_fake(
+        """
+        os.environ["SNAPMLA_CACHE_DIR"] += "_init"
+        assert loader().compiled("probe").cubin
+        assert fake("fake_init_calls").value == 0
+        """
+    )
+
+
 def test_memory_and_copies(run_with_fake: Callable[..., str]) -> None:
     run_with_fake(
         """
