@@ -12,11 +12,9 @@ halving finds are printed, and the exit code is 1. No torch needed.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +29,6 @@ import numpy as np
 from fuzz_cases import KERNELS, Case, make_case
 from fuzz_runner import GpuRunner, Runner, describe, differing_bytes, shrink
 
-ROOT = Path(__file__).resolve().parents[1]
 SEGMENT_BYTES = 40 << 20  # the largest case: 8,192 float32 rows with their answer, 25 MB
 Packed = tuple[Case, dict[str, Any], dict[str, Any]]
 
@@ -167,46 +164,23 @@ def explain(case: Case, runner: Runner) -> str:
 # --- Command line ------------------------------------------------------------------------------
 
 
-def commit() -> str:
-    """The checkout's commit, with + where files differ from it; empty outside git."""
-    try:
-        text = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("SNAPMLA_COMMIT", "")
-    return text.strip()
-
-
 def write_rows(path: Path, results: Sequence[Result], device_index: int) -> None:
     """Put the results into the JSON list at `path`, replacing rows of the same kernels."""
-    from snapmla_rt.driver.check import driver_version
-    from snapmla_rt.driver.device import device_info
+    from bench import machine, update_rows
 
-    old = json.loads(path.read_text()) if path.is_file() else []
-    done = {r.kernel for r in results}
-    rows = [row for row in old if row["kernel"] not in done]
-    major, minor = driver_version()
-    for r in results:
-        rows.append(
-            {
-                "kernel": r.kernel,
-                "tokens": r.tokens,
-                "differing_bytes": r.differing_bytes,
-                "seed": r.seed,
-                "cases": r.cases,
-                "seconds": round(r.seconds, 1),
-                "commit": commit(),
-                "gpu": device_info(device_index).name,
-                "driver": f"CUDA {major}.{minor}",
-            }
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(rows, indent=1) + "\n")
+    rows = [
+        {
+            "kernel": r.kernel,
+            "tokens": r.tokens,
+            "differing_bytes": r.differing_bytes,
+            "seed": r.seed,
+            "cases": r.cases,
+            "seconds": round(r.seconds, 1),
+            **machine(device_index),
+        }
+        for r in results
+    ]
+    update_rows(path, rows, [r.kernel for r in results])
 
 
 def _parser() -> argparse.ArgumentParser:

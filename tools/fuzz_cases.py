@@ -224,7 +224,7 @@ def _slots(rng: np.random.Generator, n: int, num_slots: int) -> NDArray[Any]:
         slots[rng.random(n) < 0.05] = -1
     else:
         slots = rng.integers(-1, max(1, num_slots // int(rng.choice([1, 2, 64]))), n)
-    return slots.astype(rng.choice([np.int32, np.int64]))
+    return slots.astype(np.int32 if rng.random() < 0.5 else np.int64)
 
 
 def _quantize_case(seed: int, rng: np.random.Generator, n: int, mode: str) -> Case:

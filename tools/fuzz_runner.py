@@ -60,7 +60,7 @@ class GpuRunner:
         dtype = like.dtype.name
         return TensorView(ptr, like.shape, like.strides, dtype, "cuda", self.device_index)
 
-    def planes(self, raw: TensorView, layout: str) -> list[TensorView]:
+    def planes(self, raw: TensorView, layout: str) -> tuple[Any, Any, Any]:
         """The three planes of a cache that lies in `raw`."""
         shape_only = np.empty(raw.shape[0], np.uint8)
         base = shape_only.__array_interface__["data"][0]
@@ -68,7 +68,7 @@ class GpuRunner:
         for plane in cache_planes(shape_only, layout):
             offset = plane.__array_interface__["data"][0] - base
             found.append(self._view(raw.ptr + offset, plane))
-        return found
+        return found[0], found[1], found[2]
 
     def fetch(self, view: TensorView, like: NDArray[Any]) -> NDArray[Any]:
         """The bytes of a contiguous view, in an array like `like`."""
@@ -122,8 +122,8 @@ class GpuRunner:
             api.fetch_dequant(*cache, slots, checked=False, **options)
             return out
         names = ("block_table", "starts", "cu_seqlens")
-        parts = [self.place(name, case.inputs[name]) for name in names]
-        api.fetch_dequant_ranges(*cache, *parts, **options)
+        table, starts, ends = (self.place(name, case.inputs[name]) for name in names)
+        api.fetch_dequant_ranges(*cache, table, starts, ends, **options)
         return out
 
 
