@@ -16,6 +16,7 @@ from ..errors import ArgumentError, CudaError
 from . import check
 from .device import device_context, primary_context
 
+_MAX_GRID = 2**31 - 1
 _LAST_DEFAULT_STREAM = 2  # 0 and 1: the legacy stream, 2: the thread's
 
 
@@ -82,6 +83,8 @@ class Kernel:
         x, y, z = grid
         if not (x and y and z):
             return
+        if x > _MAX_GRID or y > _MAX_GRID or z > _MAX_GRID or x < 0 or y < 0 or z < 0:
+            _check_grid(self.name, grid)
         with self._lock:
             try:
                 self._pack_into(self._memory, self._offset, *values)
@@ -107,6 +110,7 @@ class Kernel:
         """
         if 0 in grid:
             return None
+        _check_grid(self.name, grid)
         try:
             params = self._layout.packer.pack(*values)
         except Exception as error:
@@ -133,6 +137,12 @@ class Kernel:
 
     def _launch_error(self, grid: tuple[int, int, int], code: Any) -> CudaError:
         return check.cuda_error(f"cuLaunchKernelEx of {self.name} with grid {grid}", code)
+
+
+def _check_grid(name: str, grid: tuple[int, int, int]) -> None:
+    """Refuse what the driver's 32-bit fields cannot carry; smaller limits are the driver's."""
+    if not all(0 <= extent <= _MAX_GRID for extent in grid):
+        raise ArgumentError(f"grid of {name}", f"extents up to {_MAX_GRID}", grid)
 
 
 class _Attribute(ctypes.Structure):

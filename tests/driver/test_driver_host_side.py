@@ -194,6 +194,53 @@ def test_launch_refuses_what_does_not_fit(run_with_fake: Callable[..., str]) -> 
     )
 
 
+def test_prepared_launch_equals_launch(run_with_fake: Callable[..., str]) -> None:
+    """What `prepare` makes enqueues what `launch` would, each time, on whatever thread."""
+    run_with_fake(
+        """
+        fake("fake_param_bytes").value = 256
+        kernel = loader(cluster=(2, 1, 1)).kernel("probe", device_index=1)
+        values = (-5, 1 << 40, 0xDEADBEEF000, bytes(range(128)), 1.5)
+        def sent():
+            s = last()
+            return (list(s.grid), list(s.block), s.shared, s.stream, s.num_attributes,
+                    list(s.ids)[:s.num_attributes], [list(w) for w in s.words][:s.num_attributes],
+                    bytes(s.params)[:256], s.function, s.device)
+        for stream in (0, 2, 0x77):
+            for pdl in (False, True):
+                kernel.launch((70000, 3, 2), stream, *values, pdl=pdl)
+                want = sent()
+                prepared = kernel.prepare((70000, 3, 2), stream, *values, pdl=pdl)
+                kernel.launch((1, 1, 1), 9, 0, 0, 0, bytes(128), 0.0)
+                for _ in range(2):
+                    before = last().launches
+                    thread = threading.Thread(target=prepared)
+                    thread.start()
+                    thread.join()
+                    assert sent() == want and last().launches == before + 1
+        assert kernel.prepare((0, 1, 1), 0, *values) is None
+        raises(ArgumentError, lambda: kernel.prepare((1, 1, 1), 0, *values[:-1]), "values of probe")
+        fake("fake_launch_result").value = 701
+        raises(CudaError, prepared, "cuLaunchKernelEx of probe", "(70000, 3, 2)", "701")
+        """
+    )
+
+
+def test_grids_beyond_32_bits_are_refused(run_with_fake: Callable[..., str]) -> None:
+    """Never cut to 32 bits, which would launch a part of the work without a word."""
+    run_with_fake(
+        """
+        kernel, values = loader().kernel("probe"), (1, 2, 3, bytes(128), 0.5)
+        for grid in ((2**32 + 1, 1, 1), (1, 2**32 + 1, 1), (1, 1, 2**31), (-1, 1, 1), (1, 1, -5)):
+            for call in (kernel.launch, kernel.prepare):
+                raises(ArgumentError, lambda: call(grid, 0, *values), "grid of probe", str(grid))
+        assert last().launches == 0
+        kernel.launch((2**31 - 1, 1, 1), 0, *values)
+        assert last().grid[0] == 2**31 - 1
+        """
+    )
+
+
 def test_launch_from_many_threads(run_with_fake: Callable[..., str]) -> None:
     """32 threads first-calling one kernel: one compile, one load, every launch whole."""
     run_with_fake(
