@@ -27,6 +27,10 @@ _PUBLIC = {
     "CompileError": "errors",
     "CudaError": "errors",
     "OutOfBlocksError": "errors",
+    "DecodePlan": "plan",
+    "plan_decode": "api",
+    "decode_workspace_size": "api",
+    "mla_decode": "api",
 }
 
 __all__ = ["__version__", *_PUBLIC]

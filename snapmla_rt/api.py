@@ -1,18 +1,23 @@
 """The public calls: check the arguments, one launch each.
 
-append_kv, quantize_q, prepare and fetch_dequant move data (`api_data.py`, `api_fetch.py`).
+append_kv, quantize_q, prepare and fetch_dequant move data (`api_data.py`, `api_fetch.py`);
+plan_decode, once a step, and mla_decode, once a layer, decode (`api_plan.py`, `api_decode.py`).
 """
 
 from __future__ import annotations
 
 from .api_data import AppendWorkspace, append_kv, prepare, quantize_q, quantize_q_parts
+from .api_decode import decode_workspace_size, mla_decode, plan_decode
 from .api_fetch import fetch_dequant, fetch_dequant_ranges
 
 __all__ = [
     "AppendWorkspace",
     "append_kv",
+    "decode_workspace_size",
     "fetch_dequant",
     "fetch_dequant_ranges",
+    "mla_decode",
+    "plan_decode",
     "prepare",
     "quantize_q",
     "quantize_q_parts",

@@ -7,7 +7,7 @@ integers, and `mla_decode` and `mla_combine` read them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .config import (
@@ -135,10 +135,14 @@ class DecodePlan:
     parts: int32 [num_parts, 8], columns BEGIN_REQ.. above; num_splits: int32 [batch + 1],
     cumulative: request i owns the splits num_splits[i] .. num_splits[i + 1] - 1, and one split
     means that its output is final. Arrays are NumPy on the reference backend and device buffers
-    on CUDA, where they may be larger than the batch.
+    on CUDA, where they may be larger than the batch. max_seqlen: no length of the step is above it
+    (None: MAX_CACHE_SEQLEN); it bounds the workspace of plans with fixed cuts.
     """
 
     config: PlanConfig
     batch: int
     parts: Any
     num_splits: Any
+    max_seqlen: int | None = None
+    # What launches need of the buffers, found at the plan's first use (decode_launch.PlanOnDevice).
+    on_device: Any = field(default=None, repr=False, compare=False)

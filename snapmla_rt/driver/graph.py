@@ -56,17 +56,3 @@ class Graph:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.close()
-
-
-@contextlib.contextmanager
-def relaxed_capture() -> Iterator[None]:
-    """Let this thread load kernels although a stream may be under capture.
-
-    A first call inside a capture loads its kernels; in the stricter modes that would end it.
-    """
-    mode = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before = call("cuThreadExchangeStreamCaptureMode", mode)
-    try:
-        yield
-    finally:
-        call("cuThreadExchangeStreamCaptureMode", before)
