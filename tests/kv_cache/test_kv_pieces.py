@@ -159,6 +159,44 @@ def test_pool_refuses_bad_calls_and_changes_nothing(kv: Any) -> None:
             kv.BlockPool(bad)
 
 
+@pytest.mark.parametrize("homes", [1, 4, 1000])
+def test_map_finds_what_is_in_it_and_nothing_else(
+    kv: Any, monkeypatch: pytest.MonkeyPatch, homes: int
+) -> None:
+    """600 insertions and evictions of one-block chains, many of them equal, whose digests start
+    their probes at few positions, the last of the table included, so that probes wrap around."""
+
+    def weak(parent: bytes, data: bytes) -> bytes:
+        digest = hashlib.sha256(parent + data).digest()
+        return (-1 - digest[0] % homes).to_bytes(8, "little", signed=True) + digest[8:]
+
+    monkeypatch.setattr(kv.block_hash, "hash_block", weak)
+    random = np.random.default_rng(homes)
+    pool = kv.BlockPool(40)
+    free = pool.get_new_blocks(39).tolist()  # held all along: only the map changes
+    content: dict[int, int] = {}
+    for step in range(600):
+        if random.integers(0, 2) and free:
+            block, value = free.pop(), int(random.integers(0, 20))
+            pool.free_blocks([block])
+            assert pool.get_new_blocks(1).tolist() == [block]  # a block with nothing known
+            pool.cache_full_blocks([block], np.full(64, value))
+            content[block] = value
+        elif content:
+            block = sorted(content)[int(random.integers(0, len(content)))]
+            assert pool.evict([block]) == 1
+            del content[block]
+            free.append(block)
+        if step % 20 == 0:
+            kv.debug.check_pool(pool)
+        for value in (int(random.integers(0, 20)), int(random.integers(0, 20))):
+            data = np.full(64, value)
+            found = pool.get_cached_block(kv.block_hash.hash_sequence(data)[0], data)
+            assert (found is None) == (value not in content.values())
+            assert found is None or content[found] == value
+    kv.debug.check_pool(pool)
+
+
 def test_without_caching_nothing_is_cached(kv: Any) -> None:
     manager = kv.KVCacheManager(8, enable_caching=False)
     manager.allocate_slots("a", 200)
