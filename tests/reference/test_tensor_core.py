@@ -135,13 +135,12 @@ def mini_attention(
     """The recorded kernel in its own order: per-lane row sums, promotion by fma, rcp at the end."""
     q, k, v = data["q"][problem], data["k"][problem], data["v"][problem]
     scale = np.float32(0.06011229)
-    rope = np.uint16
-    q8, q16 = side_by_side(q[:16]), side_by_side(q[16:].view(rope))
+    q8, q16 = side_by_side(q[:16]), side_by_side(q[16:].view(np.uint16))
     m = np.full((64, 1), -np.inf, np.float32)
     lane_sum = np.zeros((64, 4), np.float32)
     o = np.zeros((64, 64), np.float32)
     for block in range(4):
-        k8, k16 = side_by_side(k[block, :16]), side_by_side(k[block, 16:].view(rope))
+        k8, k16 = side_by_side(k[block, :16]), side_by_side(k[block, 16:].view(np.uint16))
         s = tc.qk_chain(q8, q16, k8, k16, backend=backend).view(np.float32)
         m_new = np.maximum(m, s.max(axis=1, keepdims=True))
         p = exp2(nm.fma(s, scale, nm.fma(-m_new, scale, np.float32(bias))))
@@ -199,7 +198,6 @@ def test_every_code_against_a_large_addend(backend: str) -> None:
     value = nm.f32_from_e4m3(codes).astype(np.float64)
     unit = 2.0**-5
     expected = (256 + np.trunc(value / unit) * unit).astype(np.float32)
-    # Sums of 256..512 keep multiples of 2^-5, below 256 there is nothing left to cut.
     d = tc.wgmma_e4m3(a, b, 0, backend=backend)[:, 0].view(np.float32)
     np.testing.assert_array_equal(d, expected)
 
