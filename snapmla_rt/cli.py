@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import __version__
+from .backend import BACKENDS
 from .capture import LayerCapture, encode_safetensors, paper_distribution, read_capture
 from .config import BLOCK_N_CHOICES, MAX_CACHE_SEQLEN, MAX_NUM_HEADS_Q, SCALE_ROUNDINGS
 from .decode_run import DecodeOptions, RunResult, bytes_report, decode_run
 from .errors import ArgumentError, SnapMLAError
 from .report import doctor_text, json_text, run_dict, run_text
-from .run_backends import BACKENDS
 
 # What a run without FILE makes; the reference needs a minute for it where no core is compiled.
 DEFAULTS = {"tokens": 4096, "heads": 64, "steps": 8, "seq_len_q": 1, "seed": 0}

@@ -17,10 +17,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from .backend import BACKENDS
 from .config import BLOCK_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from .errors import ArgumentError, UnsupportedDeviceError
-
-BACKENDS = ("auto", "cuda", "reference")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What every test shares: Hypothesis profiles and the skip of tests that need a GPU.
+"""What every test shares: Hypothesis profiles and where the checkout is.
 
 `strategies`, `poison` and `compare` beside this file are plain modules: pytest puts this folder on
 the path, so any test says `from strategies import ...`.
