@@ -31,7 +31,7 @@ from .decode_call import (
 )
 from .decode_launch import PlanOnDevice, workspace_layout
 from .plan import DecodePlan
-from .tensor import resolve_stream
+from .tensor import resolve_stream, stream_handle
 
 __all__ = ["decode_workspace_size", "mla_decode", "plan_decode"]
 
@@ -91,9 +91,9 @@ def mla_decode(
         *(q_nope, q_rope, q_scale, ckv_cache, k_scale_cache, k_rope_cache),
         *(block_table, cache_seqlens),
     )
-    if stream is None and type(plan) is DecodePlan and backend in ("auto", "cuda"):
+    if type(plan) is DecodePlan and backend in ("auto", "cuda"):
         out, lse, workspace, launches = _look_up(
-            given, plan, softmax_scale, causal, out, lse, workspace, return_lse
+            given, plan, softmax_scale, causal, out, lse, workspace, return_lse, stream
         )
         if launches is not None:
             for launch in launches:
@@ -116,6 +116,7 @@ def _look_up(
     lse: Any,
     workspace: Any,
     return_lse: bool,
+    stream: Any,
 ) -> tuple[Any, Any, Any, tuple[Any, ...] | None]:
     """(out, lse, workspace, launches) of a call with torch tensors that was seen before; launches
     is None for any other call. Missing arrays are allocated where that is all that is missing."""
@@ -126,9 +127,14 @@ def _look_up(
     try:
         own = out, lse, workspace
         if out is None or (lse is None and return_lse) or workspace is None:
+            if stream is not None:
+                return *own, None  # memory must come from that stream's pool: the long way
             own = _allocate_torch(given, planned, out, lse, workspace, return_lse)
-        stream = current_stream(planned.device_index)
-        key = _torch_key(given, planned, softmax_scale, causal, own, stream)
+        if stream is None:
+            handle = current_stream(planned.device_index)
+        else:
+            handle = stream_handle(stream)
+        key = _torch_key(given, planned, softmax_scale, causal, own, handle)
         return *own, _prepared.get(key)
     except (AttributeError, TypeError, IndexError, ValueError):
         return out, lse, workspace, None  # no torch tensors, or an argument that is named later

@@ -82,7 +82,7 @@ def prepare_call(
 ) -> PreparedCall:
     """A call on GPU arrays: `named` from checked_inputs, `stream` the handle it runs on."""
     planned = _planned(plan, named["q_nope"])
-    with _allocating_on(stream, target.stream, named["q_nope"]):
+    with _allocating_on(stream, target, named["q_nope"]):
         out, lse = _result_arrays(named["q_nope"], target.out, target.lse, target.return_lse)
         memory = _workspace(target.workspace, planned, named, lse is None)
     views = _result_views((out, lse), named)
@@ -241,11 +241,12 @@ def _planned(plan: DecodePlan, like: TensorView) -> PlanOnDevice:
 # --- Results -------------------------------------------------------------------------------------
 
 
-def _allocating_on(handle: int, stream: Any, like: TensorView) -> Any:
+def _allocating_on(handle: int, target: Target, like: TensorView) -> Any:
     """Within this, torch allocates for the stream of the call, which an explicit `stream` may have
     made another one than torch's current."""
     torch = sys.modules.get("torch")
-    if stream is None or like.framework != "torch" or torch is None:
+    given = target.out is not None and target.lse is not None and target.workspace is not None
+    if target.stream is None or given or like.framework != "torch" or torch is None:
         return contextlib.nullcontext()
     chosen = torch.cuda.ExternalStream(handle, device=like.owner.device)
     return torch.cuda.stream(chosen)

@@ -213,31 +213,33 @@ def test_the_block_size_is_said() -> None:
         mla_decode(**arguments(**WRONG["block size"][1]()))
 
 
-WRONG_PLAN = {
+WRONG_PLAN: dict[str, list[dict[str, Any]]] = {
     "cache_seqlens": [
-        dict(cache_seqlens=np.zeros((2, 2), np.int32)),
-        dict(cache_seqlens=np.zeros(2, np.int64)),
-        dict(cache_seqlens=np.array([-1], np.int32)),
-        dict(cache_seqlens=np.array([MAX_CACHE_SEQLEN + 1], np.int32)),
-        dict(cache_seqlens=[1, 2]),
+        {"cache_seqlens": np.zeros((2, 2), np.int32)},
+        {"cache_seqlens": np.zeros(2, np.int64)},
+        {"cache_seqlens": np.array([-1], np.int32)},
+        {"cache_seqlens": np.array([MAX_CACHE_SEQLEN + 1], np.int32)},
+        {"cache_seqlens": [1, 2]},
     ],
-    "num_heads_q": [dict(num_heads_q=0), dict(num_heads_q=129), dict(num_heads_q=1.5)],
-    "seq_len_q": [dict(seq_len_q=0), dict(seq_len_q=True)],
-    "num_splits": [dict(num_splits=0)],
-    "batch_invariant": [dict(batch_invariant=100), dict(batch_invariant=True, num_splits=2)],
-    "block_n": [dict(block_n=32)],
-    "max_seqlen": [dict(max_seqlen=-1), dict(max_seqlen=1.5), dict(max_seqlen=1 << 21)],
-    "num_sms": [dict(num_sms=0)],
-    "out": [dict(out=(1, 2))],
+    "num_heads_q": [{"num_heads_q": 0}, {"num_heads_q": 129}, {"num_heads_q": 1.5}],
+    "seq_len_q": [{"seq_len_q": 0}, {"seq_len_q": True}],
+    "num_splits": [{"num_splits": 0}],
+    "batch_invariant": [{"batch_invariant": 100}, {"batch_invariant": True, "num_splits": 2}],
+    "block_n": [{"block_n": 32}],
+    "max_seqlen": [{"max_seqlen": -1}, {"max_seqlen": 1.5}, {"max_seqlen": 1 << 21}],
+    "num_sms": [{"num_sms": 0}],
+    "out": [{"out": (1, 2)}],
     "out.parts": [
-        dict(out=DecodePlan(PlanConfig(1, 1), 2, np.zeros((9, 8), np.int32), np.zeros(9, np.int32)))
+        {"out": DecodePlan(PlanConfig(1, 1), 2, np.zeros((9, 8), np.int32), np.zeros(9, np.int32))}
     ],
     "out.num_splits": [
-        dict(
-            out=DecodePlan(PlanConfig(1, 1), 2, np.zeros((132, 8), np.int32), np.zeros(2, np.int32))
-        )
+        {
+            "out": DecodePlan(
+                PlanConfig(1, 1), 2, np.zeros((132, 8), np.int32), np.zeros(2, np.int32)
+            )
+        }
     ],
-    "backend": [dict(backend="gpu")],
+    "backend": [{"backend": "gpu"}],
 }
 
 
