@@ -47,7 +47,6 @@
 #include "ptx/setmaxnreg.cuh"
 
 __device__ __forceinline__ void init_barriers(Barriers& b) {
-  constexpr int kScoreWarps = 4, kOutputWarps = 8, kTokenWarps = 2;
   mbarrier_init(shared_address(&b.query_full), 1);
   mbarrier_init(shared_address(&b.query_empty), kScoreWarps);
   for (int i = 0; i < kStages; ++i) {

@@ -9,8 +9,8 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 }
 
 #if SNAPMLA_DEBUG
-// Bounded: about ten seconds, then the kernel stops and says where it waited.
-constexpr long long kMaxWaitCycles = 20000000000ll;
+// Bounded: about two seconds, then the kernel stops and says where it waited.
+constexpr long long kMaxWaitCycles = 4000000000ll;
 
 __device__ __noinline__ void report_hang(unsigned bar, unsigned parity, const char* file, int line) {
   printf("%s:%d: CTA (%u, %u) thread %u waits on barrier 0x%x parity %u: hang\n", file, line,

@@ -3,6 +3,7 @@
 
 #include "common/log2.cuh"
 #include "common/pipeline.cuh"
+#include "common/profile.cuh"
 #include "mla_decode/schedule.cuh"
 #include "mla_decode/storage.cuh"
 #include "ptx/fence.cuh"
@@ -19,15 +20,38 @@ __device__ __forceinline__ void load_block(const MlaDecodeParams& p, Storage& s,
   bulk_load(shared_address(s.scale[stage]), scale, kScaleBytes, bar, policy);
 }
 
+// Start the copies of a split's Q tile (one thread). Rows beyond the request's are zero-filled.
+__device__ __forceinline__ void load_query_tile(const MlaDecodeParams& p, Stage& tile, unsigned bar,
+                                                int req, unsigned long long policy) {
+  const int row = blockIdx.x * kTileM;
+  mbarrier_arrive_expect_tx(bar, kQueryTxBytes);
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    tma_load_3d(shared_address(tile.latent + chunk * kChunkBytes), &p.q_nope_map, bar, policy,
+                chunk * 128, row, req);
+  }
+  tma_load_3d(shared_address(tile.rope), &p.q_rope_map, bar, policy, 0, row, req);
+}
+
 // Load warp: all cache blocks of the CTA, as early as stages are free. Page ids are read by the
 // whole warp, 32 at a time and one batch ahead, so no copy waits for its id.
 __device__ __forceinline__ void load_role(const MlaDecodeParams& p, Storage& s) {
   const int lane = threadIdx.x & 31;
   const unsigned long long policy = createpolicy_evict_first();
+  const unsigned long long query_policy = createpolicy_evict_last();
   Schedule schedule(p);
   Split split;
   Ring<kStages> ring;
+  Profile<2> profile;  // waiting for a free stage; the rest
   while (schedule.next(split)) {
+    if constexpr (kQueryInRegisters) {
+      if (lane == 0) {
+        MBARRIER_WAIT(shared_address(&s.barriers.stage_empty[ring.index]), ring.phase ^ 1);
+        load_query_tile(p, s.stages[ring.index],
+                        shared_address(&s.barriers.stage_full[ring.index]), split.req, query_policy);
+      }
+      __syncwarp();
+      ring.advance();
+    }
     const int* table = p.block_table + split.req * p.block_table_stride;
     int ids = 0;
     int ahead = split.begin + lane < split.end ? table[split.begin + lane] : 0;
@@ -40,13 +64,16 @@ __device__ __forceinline__ void load_role(const MlaDecodeParams& p, Storage& s) 
       const int page = __shfl_sync(0xffffffffu, ids, offset);
       DEVICE_CHECK(page >= 0 && page < p.num_blocks);
       if (lane == 0) {
+        profile.mark(1);
         MBARRIER_WAIT(shared_address(&s.barriers.stage_empty[ring.index]), ring.phase ^ 1);
+        profile.mark(0);
         load_block(p, s, ring.index, page, policy);
       }
       __syncwarp();
       ring.advance();
     }
   }
+  if (lane == 0) profile.store(profile_slot(p, kProducerRole));
 }
 
 // Zero one token's latent and RoPE in a stage: rows stay whole under the swizzle.
@@ -78,6 +105,11 @@ __device__ __forceinline__ void prepare_token(Storage& s, unsigned stage, int to
       inside && !nan ? __frcp_rn(ks) : 0.0f;
 }
 
+__device__ __forceinline__ void announce_tokens(Storage& s, unsigned stage) {
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared_address(&s.barriers.tokens_ready[stage]));
+}
+
 // Token warps: one thread a token of the block.
 __device__ __forceinline__ void token_role(const MlaDecodeParams& p, Storage& s) {
   const int token = threadIdx.x & 63;
@@ -86,38 +118,34 @@ __device__ __forceinline__ void token_role(const MlaDecodeParams& p, Storage& s)
   Split split;
   Ring<kStages> ring;
   while (schedule.next(split)) {
+    if constexpr (kQueryInRegisters) {
+      // A Q tile in the ring passes every barrier of its place, or their phases would part.
+      const unsigned place = ring.index;
+      skip_query(s, ring);
+      announce_tokens(s, place);
+    }
     const int limit = row_limit(p, first_row, split.seqlen);
     for (int block = split.begin; block < split.end; ++block) {
       const bool inside = block * kBlockN + token < split.seqlen;
       const bool masked = (block + 1) * kBlockN > limit;
       MBARRIER_WAIT(shared_address(&s.barriers.stage_full[ring.index]), ring.phase);
       prepare_token(s, ring.index, token, inside, masked);
-      __syncwarp();
-      if ((threadIdx.x & 31) == 0) {
-        mbarrier_arrive(shared_address(&s.barriers.tokens_ready[ring.index]));
-      }
+      announce_tokens(s, ring.index);
       ring.advance();
     }
   }
 }
 
-// Query warp: the Q tile of each split. Rows beyond the request's are zero-filled by the copy.
+// Query warp, where Q has a place of its own: the Q tile of each split.
 __device__ __forceinline__ void query_role(const MlaDecodeParams& p, Storage& s) {
-  if ((threadIdx.x & 31) != 0) return;
+  if (kQueryInRegisters || (threadIdx.x & 31) != 0) return;
   const unsigned long long policy = createpolicy_evict_last();
-  const unsigned bar = shared_address(&s.barriers.query_full);
-  const int row = blockIdx.x * kTileM;
   Schedule schedule(p);
   Split split;
   unsigned phase = 0;
   while (schedule.next(split)) {
     MBARRIER_WAIT(shared_address(&s.barriers.query_empty), phase ^ 1);
-    mbarrier_arrive_expect_tx(bar, kQueryTxBytes);
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      tma_load_3d(shared_address(s.query_latent + chunk * kChunkBytes), &p.q_nope_map, bar, policy,
-                  chunk * 128, row, split.req);
-    }
-    tma_load_3d(shared_address(s.query_rope), &p.q_rope_map, bar, policy, 0, row, split.req);
+    load_query_tile(p, s.stages[kStages], shared_address(&s.barriers.query_full), split.req, policy);
     phase ^= 1;
   }
 }

@@ -5,6 +5,7 @@
 // dims of every 64-dim chunk.
 #pragma once
 
+#include "common/profile.cuh"
 #include "common/softmax.cuh"
 #include "mla_decode/schedule.cuh"
 #include "mla_decode/storage.cuh"
@@ -12,6 +13,15 @@
 #include "ptx/math.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/wgmma.cuh"
+
+// Where the output warps' cycles go.
+enum OutputInterval {
+  kProfileWaitWeights,  // for P of the next block
+  kProfileWaitStage,    // for the cache block's own barrier
+  kProfileOutput,       // T and O
+  kProfileStore,        // 1 / L and the outputs
+  kOutputIntervals
+};
 
 constexpr int kOutputChunks = 4;         // 64-dim chunks of a warpgroup
 constexpr int kTileRegisters = kRows / 2;  // accumulator registers of a 64-dim chunk
@@ -149,16 +159,21 @@ __device__ __forceinline__ void output_role(const MlaDecodeParams& p, Storage& s
   Split split;
   Ring<kStages> stage;
   Ring<kBuffers> buffer;
+  Profile<kOutputIntervals> profile;
   unsigned phase = 0;
   while (schedule.next(split)) {
     Outputs o = {};
+    skip_query(s, stage);
 #pragma unroll 1
     for (int block = split.begin; block < split.end; ++block) {
       const TraceOutput trace(p, split.req, block, half);
       MBARRIER_WAIT(shared_address(&s.barriers.weights_full[buffer.index]), buffer.phase);
+      profile.mark(kProfileWaitWeights);
       // The copy's own barrier makes its writes visible to this thread; it completed long ago.
       MBARRIER_WAIT(shared_address(&s.barriers.stage_full[stage.index]), stage.phase);
+      profile.mark(kProfileWaitStage);
       output_block(o, s, half, stage.index, buffer.index, trace);
+      profile.mark(kProfileOutput);
       stage.advance();
       buffer.advance();
     }
@@ -167,5 +182,7 @@ __device__ __forceinline__ void output_role(const MlaDecodeParams& p, Storage& s
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared_address(&s.barriers.sum_empty));
     phase ^= 1;
+    profile.mark(kProfileStore);
   }
+  if (threadIdx.x % kWarpgroup == 0) profile.store(profile_slot(p, kOutputLeftRole + half));
 }

@@ -16,11 +16,11 @@ struct QueryFragments {
 };
 
 // Load this warp's 16 rows. A step is 32 bytes of a row in both types, so both load alike.
-__device__ __forceinline__ void load_query(QueryFragments& q, const Storage& s) {
+__device__ __forceinline__ void load_query(QueryFragments& q, const Stage& tile) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
   const int row = 16 * warp + (lane & 15);
-  const unsigned latent = shared_address(s.query_latent) + row * 128;
-  const unsigned rope = shared_address(s.query_rope) + row * 128;
+  const unsigned latent = shared_address(tile.latent) + row * 128;
+  const unsigned rope = shared_address(tile.rope) + row * 128;
 #pragma unroll
   for (int step = 0; step < kLatentSteps; ++step) {
     const int unit = (2 * (step & 3) + (lane >> 4)) ^ (row & 7);
@@ -53,7 +53,7 @@ __device__ __forceinline__ void issue_scores(float (&scores)[kScores], const Que
       wgmma_m64n64k16_bf16_rs(scores, q.rope[step], key_rope + step * 2, true);
     }
   } else {
-    const unsigned query_base = __shfl_sync(0xffffffffu, shared_address(s.query_latent), 0);
+    const unsigned query_base = __shfl_sync(0xffffffffu, shared_address(s.stages[kStages].latent), 0);
     const unsigned long long query = wgmma_desc_sw128(query_base);
     const unsigned long long query_rope = wgmma_desc_sw128(query_base + kLatentBytes);
 #pragma unroll

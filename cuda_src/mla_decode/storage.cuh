@@ -17,15 +17,18 @@ enum Role { kScoreRole = 0, kOutputLeftRole = 1, kOutputRightRole = 2, kProducer
 constexpr int kThreads = 4 * kWarpgroup;
 // setmaxnreg: the four warpgroups share 512 x 128 registers.
 constexpr int kRegistersAtLaunch = 128;
-constexpr int kScoreRegisters = kQueryInRegisters ? 184 : 120;
-constexpr int kOutputRegisters = kQueryInRegisters ? 152 : 184;
+constexpr int kScoreRegisters = kQueryInRegisters ? 200 : 120;
+constexpr int kOutputRegisters = kQueryInRegisters ? 144 : 184;
 constexpr int kProducerRegisters = 24;
 static_assert(kScoreRegisters + 2 * kOutputRegisters + kProducerRegisters == 4 * kRegistersAtLaunch,
               "register pool");
 
+constexpr int kScoreWarps = 4, kOutputWarps = 8, kTokenWarps = 2;
 enum ProducerWarp { kLoadWarp = 0, kTokenWarp0 = 1, kTokenWarp1 = 2, kQueryWarp = 3 };
 
-constexpr int kStages = 4;   // cache blocks in shared memory
+// Cache blocks in shared memory. A Q tile is as large as one: where Q moves on to registers it
+// passes through the ring, elsewhere it has a place of its own.
+constexpr int kStages = kQueryInRegisters ? 5 : 4;
 constexpr int kBuffers = 2;  // P tiles and their row factors
 constexpr int kChunks = 4;   // 128-byte chunks of a latent row
 constexpr int kChunkBytes = kBlockSize * 128;
@@ -45,7 +48,7 @@ __device__ __forceinline__ int factor_index(int row) {
 
 // Barriers by the fact whose completion they announce.
 struct Barriers {
-  unsigned long long query_full;              // Q tile landed               load -> scores
+  unsigned long long query_full;              // Q tile landed (not in ring) query warp -> scores
   unsigned long long query_empty;             // Q tile no longer read       scores -> query warp
   unsigned long long stage_full[kStages];     // cache block landed          load -> tokens, output
   unsigned long long stage_empty[kStages];    // cache block no longer read  output -> load warp
@@ -56,15 +59,14 @@ struct Barriers {
   unsigned long long sum_empty;               // 1 / L read                  output -> scores
 };
 
+// A cache block, or a Q tile: 64 tokens or rows.
 struct Stage {
   unsigned char latent[kLatentBytes];  // [chunk][token][128 B], 128-byte swizzle
   unsigned char rope[kRopeBytes];      // [token][128 B], 128-byte swizzle
 };
 
 struct alignas(1024) Storage {
-  unsigned char query_latent[kLatentBytes];  // [chunk][row][128 B], 128-byte swizzle
-  unsigned char query_rope[kRopeBytes];      // [row][128 B], 128-byte swizzle
-  Stage stages[kStages];
+  Stage stages[5];  // kStages of the ring, then the Q tile where it stays
   unsigned char weights[kBuffers][kTileM * kBlockN];  // P^T: [row][64 slots], 64-byte swizzle
   float scale[kStages][kBlockN];                      // ks as loaded
   float4 token_scale[kStages][kBlockN / 2];           // token pairs: ks, ks', lk, lk'
@@ -76,3 +78,8 @@ struct alignas(1024) Storage {
   Barriers barriers;
 };
 static_assert(sizeof(Storage) == SMEM_BYTES, "the kernel table states the size");
+
+// Where a role of this CTA stores its profile: 16 floats a role (SNAPMLA_PROFILE builds).
+__device__ __forceinline__ float* profile_slot(const MlaDecodeParams& p, int role) {
+  return p.trace + ((blockIdx.y * gridDim.x + blockIdx.x) * 4 + role) * 16;
+}

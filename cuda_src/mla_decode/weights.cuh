@@ -2,12 +2,26 @@
 #pragma once
 
 #include "common/log2.cuh"
+#include "common/profile.cuh"
 #include "common/softmax.cuh"
 #include "mla_decode/schedule.cuh"
 #include "mla_decode/scores.cuh"
 #include "mla_decode/storage.cuh"
 #include "mla_decode/trace.cuh"
 #include "ptx/fence.cuh"
+
+// Where the score warps' cycles go.
+enum ScoreInterval {
+  kProfileWaitTokens,  // for a block's token factors
+  kProfileIssue,       // issuing S
+  kProfileSoftmax,     // logits, maximum, weights, row sums
+  kProfileWaitBuffer,  // for a free P tile
+  kProfilePublish,     // storing P and the factors
+  kProfileWaitScores,  // for S of the next block
+  kProfileSplit,       // start and end of a split
+  kScoreIntervals
+};
+using ScoreProfile = Profile<kScoreIntervals>;
 
 // A thread's two rows: 16 warp + lane / 4, and 8 below. Token columns: 8 j + 2 (lane % 4) + {0, 1}.
 struct RowPair {
@@ -124,13 +138,22 @@ __device__ __forceinline__ void update_rows(RowPair& rows, const float (&top)[2]
   }
 }
 
+// Wait until the output warps have read the buffer. Score warps without rows wait too: one that ran
+// ahead would arrive for a later block in the place of a warp that is still at this one.
+__device__ __forceinline__ void wait_buffer(Storage& s, const Ring<kBuffers>& ring) {
+  MBARRIER_WAIT(shared_address(&s.barriers.weights_empty[ring.index]), ring.phase ^ 1);
+}
+
 // Hand P, t and r of a block to the output warps.
 __device__ __forceinline__ void publish_weights(Storage& s, const Ring<kBuffers>& ring,
                                                 const float (&e)[kScores], const float (&t)[2],
-                                                const float (&r)[2], bool first) {
+                                                const float (&r)[2], bool first,
+                                                ScoreProfile& profile) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
   const bool raised = __any_sync(0xffffffffu, r[0] != 1.0f || r[1] != 1.0f) && !first;
-  MBARRIER_WAIT(shared_address(&s.barriers.weights_empty[ring.index]), ring.phase ^ 1);
+  profile.mark(kProfileSoftmax);
+  wait_buffer(s, ring);
+  profile.mark(kProfileWaitBuffer);
   store_weights(s.weights[ring.index], e);
   if ((lane & 3) == 0) {
     const int row = 16 * warp + (lane >> 2);
@@ -149,7 +172,7 @@ __device__ __forceinline__ void publish_weights(Storage& s, const Ring<kBuffers>
 __device__ __forceinline__ void softmax_block(float (&x)[kScores], RowPair& rows, Storage& s,
                                               unsigned stage, const Ring<kBuffers>& ring,
                                               const int (&limit)[2], bool masked, bool first,
-                                              const TraceBlock& trace) {
+                                              const TraceBlock& trace, ScoreProfile& profile) {
   float top[2], n[2], lane_sum[2], t[2], r[2];
   trace.scores(x);
   scores_to_logits(x, rows, s.token_scale[stage]);
@@ -164,18 +187,16 @@ __device__ __forceinline__ void softmax_block(float (&x)[kScores], RowPair& rows
   n[1] = top[1] == kNegInf ? 0.0f : __fsub_ru(top[1], kLog2Fp8Max);
   logits_to_weights(x, lane_sum, n, s.token_inverse[stage]);
   update_rows(rows, top, n, lane_sum, t, r);
-  publish_weights(s, ring, x, t, r, first);
+  publish_weights(s, ring, x, t, r, first, profile);
   trace.rows(top, n, t, r, rows.reference, rows.row_sum, x);
 }
 
 // [S9] 1 / L for the output warps, and the rows' lse.
 __device__ __forceinline__ void finish_rows(const RowPair& rows, const MlaDecodeParams& p,
-                                            Storage& s, const Split& split, int row,
-                                            unsigned phase) {
+                                            Storage& s, const Split& split, int row) {
   const int lane = threadIdx.x & 31;
   const int first_split = p.num_splits[split.req];
   const bool single = p.num_splits[split.req + 1] - first_split == 1;
-  MBARRIER_WAIT(shared_address(&s.barriers.sum_empty), phase ^ 1);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float total = quad_sum(rows.row_sum[half]);
@@ -205,11 +226,31 @@ struct ScoreLoop {
   int min_limit;  // of the CTA's rows
   Ring<kStages> stage;     // of the block whose scores are issued next
   Ring<kBuffers> buffer;   // of the block that is weighted next
+  ScoreProfile profile;
+
+  // The split's Q tile: into registers, which frees its place in the ring (the output warps' share
+  // of the arrivals included), or just there.
+  __device__ __forceinline__ void take_query(QueryFragments& q, unsigned phase) {
+    if constexpr (kQueryInRegisters) {
+      MBARRIER_WAIT(shared_address(&s.barriers.stage_full[stage.index]), stage.phase);
+      load_query(q, s.stages[stage.index]);
+      __syncwarp();
+      if ((threadIdx.x & 31) == 0) {
+        mbarrier_arrive_count(shared_address(&s.barriers.stage_empty[stage.index]),
+                              kOutputWarps / kScoreWarps);
+      }
+      stage.advance();
+    } else {
+      MBARRIER_WAIT(shared_address(&s.barriers.query_full), phase);
+    }
+  }
 
   __device__ __forceinline__ void issue(float (&scores)[kScores], const QueryFragments& q) {
     MBARRIER_WAIT(shared_address(&s.barriers.tokens_ready[stage.index]), stage.phase);
+    profile.mark(kProfileWaitTokens);
     issue_scores(scores, q, s, stage.index);
     stage.advance();
+    profile.mark(kProfileIssue);
   }
 
   // Weight block `block`, whose scores are in `x` and whose tokens are in `from`.
@@ -221,13 +262,21 @@ struct ScoreLoop {
     if (active) {
       const TraceBlock trace(p, split.req, block, row);
       softmax_block(x, rows, s, from, buffer, local, start + kBlockN > min_limit,
-                    block == split.begin, trace);
+                    block == split.begin, trace, profile);
+    } else {
+      wait_buffer(s, buffer);
     }
     __syncwarp();
     if ((threadIdx.x & 31) == 0) {
       mbarrier_arrive(shared_address(&s.barriers.weights_full[buffer.index]));
     }
     buffer.advance();
+    profile.mark(kProfilePublish);
+  }
+
+  __device__ __forceinline__ void wait_scores() {
+    wgmma_wait_group<0>();
+    profile.mark(kProfileWaitScores);
   }
 
   __device__ __forceinline__ void run(const QueryFragments& q, const Split& split) {
@@ -236,24 +285,24 @@ struct ScoreLoop {
     float even[kScores], odd[kScores];
     unsigned from = stage.index;
     issue(even, q);
-    wgmma_wait_group<0>();
+    wait_scores();
     int block = split.begin;
 #pragma unroll 1
     for (; block + 2 < split.end; block += 2) {
       unsigned next = stage.index;
       issue(odd, q);
       weigh(even, from, block, split);
-      wgmma_wait_group<0>();
+      wait_scores();
       from = stage.index;
       issue(even, q);
       weigh(odd, next, block + 1, split);
-      wgmma_wait_group<0>();
+      wait_scores();
     }
     if (block + 1 < split.end) {
       const unsigned next = stage.index;
       issue(odd, q);
       weigh(even, from, block, split);
-      wgmma_wait_group<0>();
+      wait_scores();
       weigh(odd, next, block + 1, split);
     } else {
       weigh(even, from, block, split);
@@ -274,14 +323,19 @@ __device__ __forceinline__ void score_role(const MlaDecodeParams& p, Storage& s)
     loop.limit[0] = row_limit(p, loop.row, split.seqlen);
     loop.limit[1] = row_limit(p, loop.row + 8, split.seqlen);
     loop.min_limit = row_limit(p, first_row, split.seqlen);
-    MBARRIER_WAIT(shared_address(&s.barriers.query_full), phase);
-    if constexpr (kQueryInRegisters) load_query(q, s);
+    loop.take_query(q, phase);
+    loop.profile.mark(kProfileSplit);
     loop.run(q, split);
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&s.barriers.query_empty));
-    if (warp * 16 < kRows) finish_rows(loop.rows, p, s, split, loop.row, phase);
+    if (!kQueryInRegisters) {
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(shared_address(&s.barriers.query_empty));
+    }
+    MBARRIER_WAIT(shared_address(&s.barriers.sum_empty), phase ^ 1);  // without rows, too: as above
+    if (warp * 16 < kRows) finish_rows(loop.rows, p, s, split, loop.row);
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared_address(&s.barriers.sum_full));
     phase ^= 1;
+    loop.profile.mark(kProfileSplit);
   }
+  if (threadIdx.x == 0) loop.profile.store(profile_slot(p, kScoreRole));
 }
