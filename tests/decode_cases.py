@@ -7,6 +7,11 @@ planes, unused entries of the block table hold ids that no cache has, blocks lie
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,31 +176,44 @@ def _poisoned(
     num_blocks: int, layout: str
 ) -> tuple[tuple[Any, Any, Any], tuple[NDArray[np.uint8], ...]]:
     """(the three planes, all NaN; the memory they lie in)."""
-    shapes = ((num_blocks, 64, 512), (num_blocks, 64), (num_blocks, 64, 64))
-    dtypes = (ml_dtypes.float8_e4m3fn, np.float32, ml_dtypes.bfloat16)
-    inner = ((512, 1), (4,), (128, 2))
+    sizes = [step for _, _, step in plane_places(layout)]
     if layout == "record":
-        record = aligned(num_blocks * RECORD_BYTES)
-        starts = (0, RECORD_SCALE_OFFSET, RECORD_ROPE_OFFSET)
-        steps: tuple[int, ...] = (RECORD_BYTES,) * 3
-        buffers: tuple[NDArray[np.uint8], ...] = (record,)
-        memory: tuple[NDArray[np.uint8], ...] = (record,) * 3
-    else:
-        gaps = STRIDED_GAPS if layout == "strided" else (0, 0, 0)
-        steps = tuple(size + gap for size, gap in zip((32768, 256, 8192), gaps, strict=True))
-        starts = (0, 0, 0)
-        memory = buffers = tuple(aligned(num_blocks * step) for step in steps)
-    planes = tuple(
-        np.ndarray(shape, dtype, buffer, start, (step, *rest))
-        for shape, dtype, buffer, start, step, rest in zip(
-            shapes, dtypes, memory, starts, steps, inner, strict=True
-        )
-    )
-    bad = poisoned_cache(1)
-    for plane, one in zip(planes, bad, strict=True):
+        sizes = sizes[:1]
+    buffers = tuple(aligned(num_blocks * size) for size in sizes)
+    planes = planes_of(buffers, layout)
+    for plane, one in zip(planes, poisoned_cache(1), strict=True):
         bits = np.dtype(f"u{plane.dtype.itemsize}")
         plane.view(bits)[:] = one.view(bits)
-    return (planes[0], planes[1], planes[2]), buffers
+    return planes, buffers
+
+
+PLANES = (
+    ((64, 512), (512, 1), ml_dtypes.float8_e4m3fn),
+    ((64,), (4,), np.float32),
+    ((64, 64), (128, 2), ml_dtypes.bfloat16),
+)
+
+
+def plane_places(layout: str) -> tuple[tuple[int, int, int], ...]:
+    """(buffer, start, bytes from block to block) of ckv_cache, k_scale_cache and k_rope_cache."""
+    if layout == "record":
+        starts = (0, RECORD_SCALE_OFFSET, RECORD_ROPE_OFFSET)
+        return tuple((0, start, RECORD_BYTES) for start in starts)
+    gaps = STRIDED_GAPS if layout == "strided" else (0, 0, 0)
+    steps = (size + gap for size, gap in zip((32768, 256, 8192), gaps, strict=True))
+    return tuple((i, 0, step) for i, step in enumerate(steps))
+
+
+def planes_of(buffers: tuple[NDArray[np.uint8], ...], layout: str) -> tuple[Any, Any, Any]:
+    """The three planes of a cache that lies in `buffers`."""
+    found = []
+    for (shape, strides, dtype), (at, start, step) in zip(
+        PLANES, plane_places(layout), strict=True
+    ):
+        num_blocks = buffers[at].size // step
+        whole = (num_blocks, *shape)
+        found.append(np.ndarray(whole, dtype, buffers[at], start, (step, *strides)))
+    return found[0], found[1], found[2]
 
 
 def aligned(nbytes: int, alignment: int = 128) -> NDArray[np.uint8]:
@@ -203,6 +221,54 @@ def aligned(nbytes: int, alignment: int = 128) -> NDArray[np.uint8]:
     raw = np.zeros(nbytes + alignment, np.uint8)
     start = -raw.__array_interface__["data"][0] % alignment
     return raw[start : start + nbytes]
+
+
+# --- Solving problems in worker processes --------------------------------------------------------
+
+
+@dataclass
+class Solved:
+    """A case and the reference's answer, in a form that travels between processes."""
+
+    spec: DecodeSpec
+    query: tuple[Any, Any, Any]
+    block_table: NDArray[np.int32]
+    buffers: tuple[NDArray[np.uint8], ...]
+    out: NDArray[np.uint16]
+    lse: NDArray[np.float32]
+
+    def case(self) -> DecodeCase:
+        paged = planes_of(self.buffers, self.spec.layout)
+        seqlens = np.array(self.spec.lengths, np.int32)
+        return DecodeCase(self.spec, self.query, paged, self.block_table, seqlens, self.buffers)
+
+
+def solve(spec: DecodeSpec) -> Solved:
+    """Build a problem and answer it with the reference."""
+    case = build(spec)
+    out, lse = case.expected()
+    return Solved(spec, case.query, case.block_table, case.buffers, out.view(np.uint16), lse)
+
+
+def worker_pool(workers: int | None = None) -> ProcessPoolExecutor:
+    """Processes for `solve`. They never touch the GPU and start no compiler."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, "1")  # NumPy's own threads would only get in the way
+    os.environ.setdefault("SNAPMLA_JIT", "lazy")  # read when a worker imports the package
+    context = multiprocessing.get_context("spawn")
+    count = workers or len(os.sched_getaffinity(0))
+    return ProcessPoolExecutor(count, mp_context=context)
+
+
+def solved(pool: ProcessPoolExecutor, specs: Iterable[DecodeSpec]) -> Iterator[Solved]:
+    """The answers in order, a bounded number of them ahead."""
+    pending: deque[Future[Solved]] = deque()
+    for spec in specs:
+        pending.append(pool.submit(solve, spec))
+        if len(pending) >= 64:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
 
 
 # --- Drawing problems ----------------------------------------------------------------------------
