@@ -28,7 +28,7 @@ def rows(*shape: int, dtype: Any = ml_dtypes.bfloat16, seed: int = 0) -> np.ndar
 def test_quantize_q_equals_the_reference(mode: str, dtype: Any) -> None:
     q = rows(2, 3, 4, 576, dtype=dtype)
     want = reference_quantize(q, scale_rounding=mode)
-    options = {"scale_rounding": mode, "backend": "reference"}
+    options: dict[str, Any] = {"scale_rounding": mode, "backend": "reference"}
     forms = [
         api.quantize_q(q, **options),
         api.quantize_q_parts(q[..., :512], q[..., 512:], **options),
@@ -59,8 +59,8 @@ def test_append_prepare_fetch_equal_the_reference(backend: str) -> None:
     whole = np.zeros((5, 600), ml_dtypes.bfloat16)[:, 8:584]
     pair = api.fetch_dequant(*want, slots, backend="reference")
     api.fetch_dequant(*want, slots, backend="reference", out=whole, concatenate=True)
-    for got in (pair, (whole[:, :512], whole[:, 512:])):
-        for part, expected in zip(got, rows_wanted, strict=True):
+    for fetched in (pair, (whole[:, :512], whole[:, 512:])):
+        for part, expected in zip(fetched, rows_wanted, strict=True):
             assert_same_bytes("rows", np.ascontiguousarray(part), expected)
 
 

@@ -23,6 +23,7 @@ POOL_BLOCKS = 8192  # 524,288 tokens, 338 MB: an append of 65,536 tokens hits ot
 def measure_append(report: Report, tokens: int, layout: str, cold: bool = True) -> None:
     bench = report.bench
     cache = Cache(bench, POOL_BLOCKS, layout)
+    planes: tuple[Any, Any, Any] = cache.planes
     nbytes = token_bytes(tokens)
     copies = bench.copies_for_cold(nbytes) if cold else 1
     rows = bf16_rows(bench, (tokens, 576), copies)
@@ -33,7 +34,7 @@ def measure_append(report: Report, tokens: int, layout: str, cold: bool = True) 
     def enqueue(i: int) -> None:
         at = i % copies
         kv_c, k_pe = latent_part(rows[at]), rope_part(rows[at])
-        api.append_kv(kv_c, k_pe, *cache.planes, slots[at], **options)
+        api.append_kv(kv_c, k_pe, *planes, slots[at], **options)
 
     state = bench.state(nbytes, copies)
     report.measure("append_kv", tokens, nbytes, enqueue, layout=layout, cache=state)
@@ -43,6 +44,7 @@ def measure_append(report: Report, tokens: int, layout: str, cold: bool = True) 
 def measure_prepare(report: Report, tokens: int, heads: int, cold: bool) -> None:
     bench = report.bench
     cache = Cache(bench, POOL_BLOCKS)
+    planes: tuple[Any, Any, Any] = cache.planes
     nbytes = token_bytes(tokens) + tokens * heads * (INPUT_BYTES + BYTES_PER_TOKEN)
     copies = bench.copies_for_cold(nbytes) if cold else 1
     rows = bf16_rows(bench, (tokens, 576), copies)
@@ -66,7 +68,7 @@ def measure_prepare(report: Report, tokens: int, heads: int, cold: bool) -> None
             q[at],
             kv_c,
             k_pe,
-            *cache.planes,
+            *planes,
             slots[at],
             out=out[at],
             **options,

@@ -31,6 +31,7 @@ def outputs(report: Report, tokens: int, copies: int, concatenate: bool) -> list
 def measure_slots(report: Report, tokens: int, layout: str, concatenate: bool = False) -> None:
     bench = report.bench
     cache = Cache(bench, POOL_BLOCKS, layout)
+    planes: tuple[Any, Any, Any] = cache.planes
     nbytes = tokens * (BYTES_PER_TOKEN + 8 + INPUT_BYTES)
     copies = bench.copies_for_cold(nbytes)
     slots = cache.slots(tokens, copies, one_per_block=False)
@@ -39,7 +40,7 @@ def measure_slots(report: Report, tokens: int, layout: str, concatenate: bool = 
 
     def enqueue(i: int) -> None:
         at = i % copies
-        api.fetch_dequant(*cache.planes, slots[at], out=out[at], concatenate=concatenate, **options)
+        api.fetch_dequant(*planes, slots[at], out=out[at], concatenate=concatenate, **options)
 
     facts = {"layout": layout, "form": "slots", "out": "one" if concatenate else "two"}
     report.measure(
@@ -51,6 +52,7 @@ def measure_slots(report: Report, tokens: int, layout: str, concatenate: bool = 
 def measure_ranges(report: Report, tokens: int) -> None:
     bench = report.bench
     cache = Cache(bench, POOL_BLOCKS)
+    planes: tuple[Any, Any, Any] = cache.planes
     nbytes = tokens * (BYTES_PER_TOKEN + INPUT_BYTES)
     copies = bench.copies_for_cold(nbytes)
     width = -(-tokens // RANGES // BLOCK_SIZE)
@@ -68,7 +70,7 @@ def measure_ranges(report: Report, tokens: int) -> None:
     def enqueue(i: int) -> None:
         at = i % copies
         api.fetch_dequant_ranges(
-            *cache.planes,
+            *planes,
             tables[at],
             starts,
             cu_seqlens,

@@ -50,9 +50,9 @@ class GpuCache:
 
     def __init__(self, num_blocks: int, layout: str = "separate") -> None:
         self.host_raw = np.full(num_blocks * RECORD_BYTES, FILLER, np.uint8)
-        self.host = cache_planes(self.host_raw, layout)
+        self.host: tuple[Any, Any, Any] = cache_planes(self.host_raw, layout)
         self._raw = on_gpu(self.host_raw)
-        self.planes = RUNNER.planes(self._raw, layout)
+        self.planes: tuple[Any, Any, Any] = RUNNER.planes(self._raw, layout)
 
     def check(self) -> None:
         assert_same_bytes("cache", to_host(self._raw), self.host_raw)
@@ -171,20 +171,21 @@ def test_block_offsets_beyond_32_bits() -> None:
     stride, num_blocks = 1_040_000, 4200
     buffer = DeviceBuffer(stride * num_blocks, 0)
     fill(buffer.ptr, FILLER, buffer.nbytes, 0, 0)
-    planes = []
+    found: list[TensorView] = []
     for shape, dtype, inner, offset in (
         ((num_blocks, 64, 512), "uint8", (512, 1), 0),
         ((num_blocks, 64), "float32", (4,), 40960),
         ((num_blocks, 64, 64), "uint16", (128, 2), 32768),
     ):
-        planes.append(
+        found.append(
             TensorView(buffer.ptr + offset, shape, (stride, *inner), dtype, "cuda", 0, buffer)
         )
+    planes = (found[0], found[1], found[2])
     slots = np.array([0, 2064 * 64, 2065 * 64, 2143 * 64 + 5, 4129 * 64, 4199 * 64 + 63])
     tokens = rows(len(slots), 576)
     api.append_kv(*split(on_gpu(tokens)), *planes, on_gpu(slots))
     kv_c, k_pe = api.fetch_dequant(*planes, on_gpu(slots))
-    small = cache_planes(np.zeros(RECORD_BYTES, np.uint8), "separate")
+    small: tuple[Any, Any, Any] = cache_planes(np.zeros(RECORD_BYTES, np.uint8), "separate")
     order = np.arange(len(slots))
     reference_append(*host_split(tokens), *small, order)
     want = reference_fetch(*small, order)
@@ -387,7 +388,8 @@ def test_two_streams_have_their_own_workspace() -> None:
 def test_numpy_arrays_are_copied() -> None:
     q, tokens, slots = rows(2, 1, 3, 576), rows(3, 576), np.array([5, -1, 7])
     raw = np.full(RECORD_BYTES, FILLER, np.uint8)
-    planes, want = cache_planes(raw, "record"), cache_planes(raw.copy(), "record")
+    planes: tuple[Any, Any, Any] = cache_planes(raw, "record")
+    want: tuple[Any, Any, Any] = cache_planes(raw.copy(), "record")
     query = api.prepare(q, *host_split(tokens), *planes, slots, backend="cuda")
     reference_append(*host_split(tokens), *want, slots)
     got = api.fetch_dequant(*planes, slots, backend="cuda")
@@ -428,7 +430,7 @@ def test_torch_tensors() -> None:
         )
         got = api.fetch_dequant(*cache, torch.from_numpy(slots).to(device))
     torch.cuda.synchronize()
-    host = cache_planes(np.zeros(2 * RECORD_BYTES, np.uint8), "separate")
+    host: tuple[Any, Any, Any] = cache_planes(np.zeros(2 * RECORD_BYTES, np.uint8), "separate")
     reference_append(*host_split(tokens), *host, slots)
     want = (*reference_quantize(q), *reference_fetch(*host, slots))
     assert query[0].dtype == torch.float8_e4m3fn and got[0].dtype == torch.bfloat16

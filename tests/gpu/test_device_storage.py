@@ -25,9 +25,9 @@ def filled(layout: str) -> tuple[DeviceKVCacheStorage, HostKVCacheStorage]:
     tokens = np.random.default_rng(0).standard_normal((n, 576)).astype(np.float32)
     slots = np.arange(n)
     parts = tokens[:, :512].copy(), tokens[:, 512:].copy()
-    on_gpu = [to_device(part).view() for part in parts]
+    latent, rope = (to_device(part).view() for part in parts)
     planes = (device.ckv_cache, device.k_scale_cache, device.k_rope_cache)
-    api.append_kv(*on_gpu, *planes, to_device(slots).view())
+    api.append_kv(latent, rope, *planes, to_device(slots).view())
     reference_append(*parts, host.ckv_cache, host.k_scale_cache, host.k_rope_cache, slots)
     return device, host
 
