@@ -269,18 +269,18 @@ import numpy as np
 from decode_cases import *
 from decode_gpu import *
 rng = np.random.default_rng(9)
-pools = {}
+cases = []
 for heads, seq_len_q in ((16, 1), (32, 1), (64, 1), (128, 1), (20, 3)):
-    pools[heads, seq_len_q] = build(DecodeSpec(1, heads, seq_len_q, (64 * 90,) + (0,) * 63))
+    cases.append(build(DecodeSpec(1, heads, seq_len_q, (64 * 90,) + (0,) * 63)))
+placed = [OnGpu(case) for case in cases]
 for turn in range(500):
-    case = pools[list(pools)[turn % len(pools)]]
+    case, on_gpu = cases[turn % 5], placed[turn % 5]
     batch = int(rng.integers(1, 65))
     lengths = np.zeros(64, np.int32)
     lengths[:batch] = np.where(rng.random(batch) < 0.2, 0, rng.integers(0, 64 * 90, batch))
     lengths[:batch] //= 1 + int(rng.integers(0, 20))
     table = np.resize(case.block_table[0, :90], (64, 90)).astype(np.int32)
     mode = [{}, {"num_splits": int(rng.integers(1, 30))}, {"batch_invariant": 128}][turn % 3]
-    on_gpu = pools.setdefault(("gpu", id(case)), OnGpu(case))
     on_gpu.block_table, on_gpu.cache_seqlens = put(table), put(lengths)
     plan = on_gpu.plan(num_sms=int(rng.integers(1, 140)), **mode)
     first = on_gpu.decode(plan)
