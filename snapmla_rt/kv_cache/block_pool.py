@@ -2,8 +2,8 @@
 # cython: cdivision=True, annotation_typing=False
 """BlockPool: ids, reference counts and the free queue; with PrefixMap, the prefix cache.
 
-A block is a row of parallel int32 and int64 arrays; no Python object exists per block. The free
-queue is a doubly linked list through `_next` and `_prev` with block 0, the null block, as its
+A block is a node of four int32 in one array; no Python object exists per block. The free queue
+is a doubly linked list through the nodes with block 0, the null block, as its
 sentinel, so no end is a special case. It is also the LRU eviction list: new blocks come from the
 head, freed blocks whose content is cached go to the tail, freed blocks without go to the head.
 
@@ -26,15 +26,23 @@ from ..config import BLOCK_SIZE
 from ..errors import ArgumentError, OutOfBlocksError, SnapMLAError
 from . import block_hash as hashing
 from .checks import check_count, debug_wanted, int_array, int_view, token_array
-from .prefix_map import PrefixMap
+from .prefix_map import FIELDS, SLOT, UNMAPPED, PrefixMap
 
-MAX_NUM_BLOCKS = 1 << 29  # the hash table, twice as large, still has int32 positions
+MAX_NUM_BLOCKS = 1 << 28  # four int32 fields a block: still an int32 position
+# Fields of a block's node, beside SLOT. One 16-byte node a block, not four arrays: taking or
+# freeing a block touches one cache line and one page, which is what it costs in a large pool.
+_REF = 0  # how many hold it
+_NEXT = 1  # next in the free queue; -1 in use
+_PREV = 2
+_SLOT = SLOT  # typed as C ints in the .pxd
+_FIELDS = FIELDS
+_UNMAPPED = UNMAPPED
 
 
 class BlockPool:
     """Fixed pool of `num_blocks` cache blocks of 64 tokens; block 0 is never handed out.
 
-    num_blocks: 2..2**29, null block included. enable_caching: keep the prefix cache.
+    num_blocks: 2..2**28, null block included. enable_caching: keep the prefix cache.
     debug: track who holds each block (None: SNAPMLA_DEBUG). storage: in debug mode, freed blocks
     are poisoned through it and checked when they are handed out again (see KVCacheStorage).
     """
@@ -52,13 +60,14 @@ class BlockPool:
         self.enable_caching = bool(enable_caching)
         self.debug = debug_wanted(debug)
         self._storage: Any = None
-        self._ref_count = int_view(np.zeros(n, dtype=np.int32))
-        self._next = int_view(np.arange(1, n + 1, dtype=np.int32))
-        self._prev = int_view(np.arange(-1, n - 1, dtype=np.int32))
-        self._next[n - 1] = 0
-        self._prev[0] = n - 1
+        nodes = np.zeros((n, FIELDS), dtype=np.int32)
+        nodes[:, _NEXT] = np.arange(1, n + 1)
+        nodes[:, _PREV] = np.arange(-1, n - 1)
+        nodes[n - 1, _NEXT] = 0
+        nodes[0, _PREV] = n - 1
+        self._node = int_view(nodes.reshape(-1))
         self._num_free = n - 1
-        self._map = PrefixMap(n, self.enable_caching)
+        self._map = PrefixMap(n, self.enable_caching, self._node)
         self._holders: dict[int, list[Any]] = {}
         self._last_holder: dict[int, Any] = {}
         if storage is not None:
@@ -70,7 +79,7 @@ class BlockPool:
             raise ArgumentError("storage", f"a storage of {self.num_blocks} blocks", got)
         if self.debug:
             self._storage = storage
-            empty = (np.asarray(self._ref_count) == 0) & (np.asarray(self._map.chain) == 0)
+            empty = (np.asarray(self._node)[_REF::FIELDS] == 0) & (np.asarray(self._map.chain) == 0)
             self._storage.poison_blocks(np.flatnonzero(empty)[1:])
 
     # --- counts ---------------------------------------------------------------------------------
@@ -114,7 +123,7 @@ class BlockPool:
         """
         ids = self._checked_ids(block_ids)
         for block in ids.tolist():
-            if self._ref_count[block] == 0 and self._map.chain[block] == 0:
+            if self._count(block) == 0 and self._map.chain[block] == 0:
                 raise ArgumentError(
                     "block_ids", "blocks in use or cached", self._describe_free(block)
                 )
@@ -187,7 +196,7 @@ class BlockPool:
         first = check_count("num_cached_blocks", num_cached_blocks, 0, len(ids))
         new = ids[first:].tolist()
         for block in new:
-            if self._ref_count[block] == 0:
+            if self._count(block) == 0:
                 raise ArgumentError("block_ids", "blocks in use", self._describe_free(block))
             if self._map.chain[block] != 0:
                 raise ArgumentError("block_ids", "blocks not cached yet", f"block {block}")
@@ -218,10 +227,10 @@ class BlockPool:
         ids = self._checked_ids(block_ids)
         evicted = 0
         for block in ids.tolist() if self.enable_caching else ():
-            if self._map.slot[block] == 0:
+            if not self._map.mapped(block):
                 continue
             evicted += 1
-            if self._ref_count[block] > 0:
+            if self._count(block) > 0:
                 # Its content is still what it was: the holder's next blocks chain on to it.
                 self._map.unmap(block)
                 continue
@@ -271,41 +280,51 @@ class BlockPool:
         done = n
         for i in range(n):
             block = ids[i]
-            if self._ref_count[block] == 0:
+            if self._node[block * _FIELDS + _REF] == 0:
                 bad = i
                 done = i
                 break
-            self._ref_count[block] -= 1
+            self._node[block * _FIELDS + _REF] -= 1
         for i in range(done):
-            self._ref_count[ids[i]] += 1
+            block = ids[i]
+            self._node[block * _FIELDS + _REF] += 1
         return bad
 
     # --- queue ----------------------------------------------------------------------------------
 
+    def _count(self, block: int) -> int:
+        return self._node[block * _FIELDS + _REF]
+
+    def _add_to_count(self, block: int, change: int) -> int:
+        self._node[block * _FIELDS + _REF] += change
+        return 0
+
     def _take(self, out: Any, start: int, n: int, owner: Any) -> int:
         """Move n blocks from the head of the queue to out[start:start+n]; n <= num_free."""
-        block = self._next[0]
+        block = self._node[_NEXT]
         for i in range(start, start + n):
-            following = self._next[block]
-            self._ref_count[block] = 1
-            self._next[block] = -1
+            at = block * _FIELDS
+            following = self._node[at + _NEXT]
+            self._node[at + _REF] = 1
+            self._node[at + _NEXT] = -1
             if self.debug:
                 self._note_taken(block, owner)
-            if self._map.chain[block] != 0:
+            if self._node[at + _SLOT] != 0:
                 self._map.forget(block)
             out[i] = block
             block = following
-        self._next[0] = block
-        self._prev[block] = 0
+        self._node[_NEXT] = block
+        self._node[block * _FIELDS + _PREV] = 0
         self._num_free -= n
         return 0
 
     def _hold(self, block: int, owner: Any) -> int:
-        if self._ref_count[block] == 0:
+        at = block * _FIELDS
+        if self._node[at + _REF] == 0:
             self._unlink(block)
-            self._next[block] = -1
+            self._node[at + _NEXT] = -1
             self._num_free -= 1
-        self._ref_count[block] += 1
+        self._node[at + _REF] += 1
         if self.debug:
             self._holders.setdefault(block, []).append(owner)
         return 0
@@ -322,43 +341,42 @@ class BlockPool:
         return 0
 
     def _release_one(self, block: int, owner: Any) -> int:
-        self._ref_count[block] -= 1
+        at = block * _FIELDS
+        self._node[at + _REF] -= 1
         if self.debug:
             self._note_released(block, owner)
-        if self._ref_count[block] > 0:
+        if self._node[at + _REF] > 0:
             return 0
         self._num_free += 1
-        if self._map.chain[block] != 0:
-            if self._map.slot[block] != 0:
-                self._push_tail(block)
-                return 0
+        slot = self._node[at + _SLOT]
+        if slot != 0 and slot != _UNMAPPED:
+            last = self._node[_PREV]
+            self._node[last * _FIELDS + _NEXT] = block
+            self._node[at + _PREV] = last
+            self._node[at + _NEXT] = 0
+            self._node[_PREV] = block
+            return 0
+        if slot != 0:
             self._map.forget(block)  # evicted while it was in use
         self._push_head(block)
         if self._storage is not None:
             self._poison(block)
         return 0
 
-    def _push_tail(self, block: int) -> int:
-        last = self._prev[0]
-        self._next[last] = block
-        self._prev[block] = last
-        self._next[block] = 0
-        self._prev[0] = block
-        return 0
-
     def _push_head(self, block: int) -> int:
-        first = self._next[0]
-        self._next[0] = block
-        self._prev[block] = 0
-        self._next[block] = first
-        self._prev[first] = block
+        at = block * _FIELDS
+        first = self._node[_NEXT]
+        self._node[_NEXT] = block
+        self._node[at + _PREV] = 0
+        self._node[at + _NEXT] = first
+        self._node[first * _FIELDS + _PREV] = block
         return 0
 
     def _unlink(self, block: int) -> int:
-        before = self._prev[block]
-        after = self._next[block]
-        self._next[before] = after
-        self._prev[after] = before
+        before = self._node[block * _FIELDS + _PREV]
+        after = self._node[block * _FIELDS + _NEXT]
+        self._node[before * _FIELDS + _NEXT] = after
+        self._node[after * _FIELDS + _PREV] = before
         return 0
 
     # --- debug mode -----------------------------------------------------------------------------
@@ -370,7 +388,7 @@ class BlockPool:
         """
         if self._storage is None:
             return
-        block = self._next[0]
+        block = self._node[_NEXT]
         for _ in range(min(n, self._num_free)):
             if self._map.chain[block] == 0 and self._storage.written_blocks([block]):
                 self._poison(block)  # so that it is reported once
@@ -378,7 +396,7 @@ class BlockPool:
                 raise SnapMLAError(
                     f"use after free: block {block}, freed by {owner!r}, was written"
                 )
-            block = self._next[block]
+            block = self._node[block * _FIELDS + _NEXT]
 
     def check_held(self, block_ids: Any, owner: Any) -> None:
         """In debug mode: raise ArgumentError unless `owner` holds each block."""
@@ -422,9 +440,9 @@ class BlockPool:
     def _state_parts(self) -> tuple[dict[str, np.ndarray], PrefixMap]:
         """Writable views of the queue's arrays, and the map."""
         arrays = {
-            "ref_count": np.asarray(self._ref_count),
-            "next": np.asarray(self._next),
-            "prev": np.asarray(self._prev),
+            "ref_count": np.asarray(self._node)[_REF::FIELDS],
+            "next": np.asarray(self._node)[_NEXT::FIELDS],
+            "prev": np.asarray(self._node)[_PREV::FIELDS],
         }
         return arrays, self._map
 

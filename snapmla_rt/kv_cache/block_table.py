@@ -248,10 +248,10 @@ class BlockTable:
             state = self._states[row]
             if self._counts[row] + look > 0 and state.tail_is_shared(pool):
                 block = state.blocks[state.num_tokens >> _SHIFT]
-                pool._ref_count[block] -= 1
+                pool._add_to_count(block, -1)
                 tails.append(block)
         for tail in tails:
-            pool._ref_count[tail] += 1
+            pool._add_to_count(tail, 1)
         return len(tails)
 
     def _run_step(self, pool: BlockPool, look: int, copies: list[int]) -> int:

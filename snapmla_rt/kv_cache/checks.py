@@ -16,6 +16,8 @@ SHORTAGE_CHOICES = ("none", "raise")
 
 def check_count(name: str, value: Any, low: int, high: int | None = None) -> int:
     """`value` as an int in low..high (no upper end if None), else ArgumentError."""
+    if type(value) is int and value >= low and (high is None or value <= high):
+        return value  # the usual case, in which no message is needed
     expected = f"an integer >= {low}" if high is None else f"an integer in {low}..{high}"
     if isinstance(value, (bool, np.bool_)):
         raise ArgumentError(name, expected, repr(value))
@@ -67,6 +69,8 @@ def check_request(name: str, request: Any) -> Any:
 
 def must_raise(on_shortage: Any) -> bool:
     """True for "raise", False for "none"."""
+    if on_shortage == "none":
+        return False
     if on_shortage not in SHORTAGE_CHOICES:
         raise ArgumentError("on_shortage", f"one of {SHORTAGE_CHOICES}", repr(on_shortage))
     return bool(on_shortage == "raise")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import SnapMLAError
+from .prefix_map import BEHIND, UNKNOWN, UNMAPPED
 
 
 def _queue(following: np.ndarray, limit: int) -> list[int]:
@@ -31,7 +32,7 @@ def pool_state(pool: Any) -> dict[str, Any]:
     known = content.arrays()
     slot, after = known["slot"], known["dup_next"]
     hashed = {}
-    for block in np.flatnonzero(slot).tolist():
+    for block in np.flatnonzero((slot != UNKNOWN) & (slot != UNMAPPED)).tolist():
         hashed[block] = (
             known["digest"][block].astype("<i8").tobytes(),
             tuple(known["tokens"][block].tolist()),
@@ -100,13 +101,14 @@ def _check_map(state: dict[str, Any], content: Any) -> None:
         _demand(len(entries) == 1, "blocks of one list have equal content")
         position = int(known["slot"][blocks[0]]) - 1
         _demand(position >= 0 and known["table"][position] == blocks[0], "head and table agree")
-        _demand(all(known["slot"][block] == -1 for block in blocks[1:]), "others are behind it")
+        _demand(all(known["slot"][block] == BEHIND for block in blocks[1:]), "others are behind it")
         home = int(known["digest"][blocks[0]][0]) & (len(known["table"]) - 1)
         while home != position:
             _demand(known["table"][home] != 0, "every entry is reachable from its home")
             home = (home + 1) & (len(known["table"]) - 1)
     chains = [state["hashed"][blocks[0]][3] for blocks in state["hash_map"]]
     _demand(len(chains) == len(set(chains)) and 0 not in chains, "one chain id a content")
+    _demand(bool(np.all((known["slot"] != 0) == (known["chain"] != 0))), "slot and chain agree")
     for block in state["free_queue"]:
         _demand((block in state["known"]) == (block in state["hashed"]), "free and known: cached")
     counts: dict[int, int] = {}

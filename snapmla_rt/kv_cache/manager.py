@@ -35,7 +35,7 @@ from .block_pool import BlockPool
 from .block_table import BlockTable
 from .checks import check_count, check_request, int_array, must_raise, never_fits, token_array
 from .request_blocks import RequestBlocks
-from .results import NO_COPIES, PrefixHit, SlotAllocation, StepAllocation, copy_array
+from .results import NO_BLOCKS, NO_COPIES, PrefixHit, SlotAllocation, StepAllocation, copy_array
 
 _SHIFT = BLOCK_SIZE.bit_length() - 1  # typed as C ints in the .pxd
 _OFFSET = BLOCK_SIZE - 1
@@ -253,13 +253,13 @@ class KVCacheManager:
         if pool.debug:
             pool.check_free_blocks(need + extra)
         state.reserve(total)
-        gained = np.empty(need, dtype=np.int32)
+        gained = NO_BLOCKS
         copies: list[int] = []
         if new + look > 0:
             state.open_tail(self.pool, copies)
         if need > 0:
             pool._take(state.blocks, have, need, state.request)
-            gained[:] = np.asarray(state.blocks)[have:total]
+            gained = np.array(state.blocks[have:total])
             state.num_blocks = total
         state.num_tokens += new
         return SlotAllocation(gained, copy_array(copies))
@@ -326,7 +326,7 @@ class KVCacheManager:
     def _count_idle(self, blocks: Any, n: int) -> int:
         idle = 0
         for i in range(n):
-            if self.pool._ref_count[blocks[i]] == 0:
+            if self.pool._count(blocks[i]) == 0:
                 idle += 1
         return idle
 

@@ -2,6 +2,9 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
+cdef int _FIELDS
+cdef int _SLOT
+cdef int _UNMAPPED
 cdef int32_t _BLOCK
 cdef int32_t _WORDS
 
@@ -12,7 +15,7 @@ cdef class PrefixMap:
     cdef int64_t[::1] parent
     cdef int64_t[::1] digest
     cdef int32_t[::1] table
-    cdef int32_t[::1] slot
+    cdef int32_t[::1] node
     cdef int32_t[::1] dup_next
     cdef int32_t[::1] dup_prev
     cdef int32_t[::1] tokens
@@ -36,6 +39,8 @@ cdef class PrefixMap:
     @cython.locals(i=int64_t, k=Py_ssize_t, other=int32_t, after=int32_t)
     cdef int insert(self, int32_t block, const int64_t[::1] words, Py_ssize_t at, const int32_t[::1] tokens,
                      Py_ssize_t tok_at, int64_t parent) except -1
+    @cython.locals(slot=int32_t)
+    cdef bint mapped(self, int32_t block) except -1
     @cython.locals(parent=int64_t)
     cdef int forget(self, int32_t block) except -1
     @cython.locals(slot=int32_t, after=int32_t, before=int32_t)

@@ -23,6 +23,15 @@ from ..config import BLOCK_SIZE
 from .block_hash import DIGEST_WORDS
 from .checks import int_view
 
+FIELDS = 4  # int32 fields of a block's node, which BlockPool owns
+SLOT = 3  # the one that belongs to the map: table position + 1, or one of these:
+UNKNOWN = 0  # nothing known of the content
+BEHIND = -1  # in the list behind another block of equal content
+UNMAPPED = -2  # content known but evicted from the map, while in use
+
+_FIELDS = FIELDS
+_SLOT = SLOT
+_UNMAPPED = UNMAPPED
 _BLOCK = BLOCK_SIZE  # typed as C ints in the .pxd
 _WORDS = DIGEST_WORDS
 
@@ -35,7 +44,8 @@ def _zeros(n: int, dtype: Any) -> Any:
 class PrefixMap:
     """Content of the blocks of one pool; `chain[block]` is 0 where none is known."""
 
-    def __init__(self, num_blocks: int, enabled: bool) -> None:
+    def __init__(self, num_blocks: int, enabled: bool, node: Any) -> None:
+        self.node = node  # the pool's array
         self.chain = _zeros(num_blocks, np.int64)
         n = num_blocks if enabled else 0  # without caching, chain stays 0 and guards the rest
         size = 1
@@ -43,7 +53,6 @@ class PrefixMap:
             size *= 2
         self.table = _zeros(size, np.int32)
         self.mask = size - 1
-        self.slot = _zeros(n, np.int32)  # table position + 1; -1: behind another; 0: not mapped
         self.dup_next = _zeros(n, np.int32)
         self.dup_prev = _zeros(n, np.int32)
         self.parent = _zeros(n, np.int64)  # chain id of the parent; negative: a root
@@ -114,7 +123,7 @@ class PrefixMap:
             other = self.table[i]
         if other == 0:
             self.table[i] = block
-            self.slot[block] = i + 1
+            self.node[block * _FIELDS + _SLOT] = i + 1
             self.chain[block] = self.next_chain
             self.next_chain += 1
         else:
@@ -124,15 +133,21 @@ class PrefixMap:
             self.dup_next[block] = after
             if after != 0:
                 self.dup_prev[after] = block
-            self.slot[block] = -1
+            self.node[block * _FIELDS + _SLOT] = -1
             self.chain[block] = self.chain[other]
         self.num_cached += 1
         return 0
 
+    def mapped(self, block: int) -> bool:
+        """Whether lookups can find this block."""
+        slot = self.node[block * _FIELDS + _SLOT]
+        return slot != 0 and slot != _UNMAPPED
+
     def forget(self, block: int) -> int:
-        """Drop all that is known of a block's content, which is about to change."""
-        if self.slot[block] != 0:
+        """Drop all that is known of a block's content (something is), as it is about to change."""
+        if self.node[block * _FIELDS + _SLOT] != _UNMAPPED:
             self.unmap(block)
+        self.node[block * _FIELDS + _SLOT] = 0
         parent = self.parent[block]
         if parent < 0:
             self.drop_root(parent)
@@ -142,7 +157,7 @@ class PrefixMap:
 
     def unmap(self, block: int) -> int:
         """Take a cached block out of the map; the next one of its list takes its position."""
-        slot = self.slot[block]
+        slot = self.node[block * _FIELDS + _SLOT]
         after = self.dup_next[block]
         if slot < 0:
             before = self.dup_prev[block]
@@ -151,11 +166,11 @@ class PrefixMap:
                 self.dup_prev[after] = before
         elif after != 0:
             self.table[slot - 1] = after
-            self.slot[after] = slot
+            self.node[after * _FIELDS + _SLOT] = slot
             self.dup_prev[after] = 0
         else:
             self.close_gap(slot - 1)
-        self.slot[block] = 0
+        self.node[block * _FIELDS + _SLOT] = _UNMAPPED
         self.dup_next[block] = 0
         self.dup_prev[block] = 0
         self.num_cached -= 1
@@ -173,7 +188,7 @@ class PrefixMap:
             # It may move up unless its home lies between the hole and where it is.
             if ((i - home) & self.mask) >= ((i - hole) & self.mask):
                 self.table[hole] = block
-                self.slot[block] = hole + 1
+                self.node[block * _FIELDS + _SLOT] = hole + 1
                 hole = i
         self.table[hole] = 0
         return 0
@@ -208,7 +223,7 @@ class PrefixMap:
         return {
             "chain": np.asarray(self.chain),
             "table": np.asarray(self.table),
-            "slot": np.asarray(self.slot),
+            "slot": np.asarray(self.node)[SLOT::FIELDS],
             "dup_next": np.asarray(self.dup_next),
             "dup_prev": np.asarray(self.dup_prev),
             "parent": np.asarray(self.parent),
@@ -233,7 +248,7 @@ class PrefixMap:
     ) -> None:
         """Restore counters, roots and the table, from the blocks that head their lists.
 
-        The other arrays are in place already, written through arrays(); slot holds -1 or 0.
+        The other arrays are in place already, written through arrays(), slot but for the heads.
         """
         self.num_cached = counters["num_cached"]
         self.next_chain = counters["next_chain"]
@@ -247,4 +262,4 @@ class PrefixMap:
             while self.table[i] != 0:
                 i = (i + 1) & self.mask
             self.table[i] = head
-            self.slot[head] = i + 1
+            self.node[head * _FIELDS + _SLOT] = i + 1

@@ -30,7 +30,10 @@ cdef class RequestBlocks:
     @cython.locals(done=int64_t, i=Py_ssize_t, j=Py_ssize_t, block=int32_t, base=Py_ssize_t, same=bint)
     cdef int check_known_content(self, BlockPool pool, const int32_t[::1] tokens,
                                   Py_ssize_t start, Py_ssize_t n) except -1
-    @cython.locals(i=Py_ssize_t)
+    @cython.locals(first=Py_ssize_t, parent=int64_t, j=Py_ssize_t, block=int32_t)
+    cdef int seal_run(self, BlockPool pool, const int32_t[::1] tokens, Py_ssize_t at,
+                      Py_ssize_t count) except -1
+    @cython.locals(i=Py_ssize_t, count=Py_ssize_t)
     cdef int commit(self, BlockPool pool, const int32_t[::1] tokens, Py_ssize_t start,
                      Py_ssize_t stop) except -1
     @cython.locals(index=Py_ssize_t, parent=int64_t)

@@ -77,7 +77,7 @@ class RequestBlocks:
         """Whether the block of the next position is partly filled and others hold it too."""
         if self.num_tokens & _OFFSET == 0:
             return False
-        return pool._ref_count[self.blocks[self.num_tokens >> _SHIFT]] > 1
+        return pool._count(self.blocks[self.num_tokens >> _SHIFT]) > 1
 
     def open_tail(self, pool: BlockPool, copies: list[int]) -> int:
         """Make the partly filled tail block, if any, the request's own and unknown to the cache.
@@ -88,7 +88,7 @@ class RequestBlocks:
             return 0
         index = self.num_tokens >> _SHIFT
         block = self.blocks[index]
-        if pool._ref_count[block] > 1:
+        if pool._count(block) > 1:
             pool._take(self.blocks, index, 1, self.request)
             pool._release_one(block, self.request)
             self.version += 1
@@ -117,11 +117,40 @@ class RequestBlocks:
 
     def commit(self, pool: BlockPool, tokens: Any, start: int, stop: int) -> int:
         """Take tokens[start:stop] as final; each block they fill enters the prefix cache."""
-        for i in range(start, stop):
+        i = start
+        while i < stop:
+            count = (stop - i) >> _SHIFT
+            if count > 0 and self.num_committed & _OFFSET == 0 and pool.enable_caching:
+                self.seal_run(pool, tokens, i, count)
+                i += count << _SHIFT
+                continue
             self.tail[self.num_committed & _OFFSET] = tokens[i]
             self.num_committed += 1
+            i += 1
             if self.num_committed & _OFFSET == 0 and pool.enable_caching:
                 self.seal(pool)
+        return 0
+
+    def seal_run(self, pool: BlockPool, tokens: Any, at: int, count: int) -> int:
+        """Commit `count` whole blocks of tokens, from tokens[at] on, at a block's start."""
+        first = self.num_committed >> _SHIFT
+        raw = hashing.token_bytes(np.asarray(tokens[at : at + (count << _SHIFT)]))
+        digests = hashing.hash_blocks(self.digest, raw, 0, count)
+        words = hashing.digest_words(b"".join(digests))
+        parent = 0
+        if first > 0:
+            parent = pool._map.chain[self.blocks[first - 1]]
+        elif pool._map.chain[self.blocks[0]] == 0:
+            parent = pool._map.root_of(self.extra)
+        for j in range(count):
+            block = self.blocks[first + j]
+            if pool._map.chain[block] == 0:  # else a fork that shares the block has entered it
+                pool._map.insert(
+                    block, words, j * hashing.DIGEST_WORDS, tokens, at + (j << _SHIFT), parent
+                )
+            parent = pool._map.chain[block]
+        self.digest = digests[count - 1]
+        self.num_committed += count << _SHIFT
         return 0
 
     def seal(self, pool: BlockPool) -> int:

@@ -41,6 +41,8 @@ class StepAllocation(NamedTuple):
 
 NO_COPIES = np.empty((0, 2), dtype=np.int32)
 NO_COPIES.flags.writeable = False
+NO_BLOCKS = np.empty(0, dtype=np.int32)
+NO_BLOCKS.flags.writeable = False
 
 
 def copy_array(pairs: list[int]) -> np.ndarray:

@@ -17,6 +17,7 @@ from ..config import BLOCK_SIZE
 from ..errors import ArgumentError, SnapMLAError
 from .block_hash import DIGEST_WORDS
 from .debug import check_manager, pool_state
+from .prefix_map import BEHIND, UNMAPPED
 from .request_blocks import RequestBlocks
 
 _MAGIC = b"SNAPMLA-KV-1\n\0\0\0"
@@ -164,6 +165,7 @@ def _fill_pool(pool: Any, header: dict[str, Any], arrays: dict[str, np.ndarray])
     pool._set_num_free(len(arrays["queue"]))
     ids = arrays["known"]
     known["chain"][ids] = arrays["chain"]
+    known["slot"][ids] = UNMAPPED
     if len(ids):
         for name in ("parent", "digest", "tokens"):
             known[name][ids] = arrays[name]
@@ -173,7 +175,7 @@ def _fill_pool(pool: Any, header: dict[str, Any], arrays: dict[str, np.ndarray])
         members = arrays["list_members"][at : at + size]
         at += size
         heads.append(int(members[0]))
-        known["slot"][members] = -1
+        known["slot"][members] = BEHIND
         known["dup_next"][members[:-1]] = members[1:]
         known["dup_prev"][members[1:]] = members[:-1]
     roots = {bytes.fromhex(key): (root, count) for key, root, count in header["roots"]}
