@@ -12,7 +12,10 @@ commit_256_us           commit of one token each (4 of 256 blocks become full an
 alloc_free_2048_us      allocate_slots and free of one request of 131,072 tokens
 lookup_2048_us          get_computed_blocks of 131,136 tokens that hits 2,048 blocks
 lookup_2048_hash_us     the SHA-256 part of it, measured alone; hash_share is the quotient
-*_by_pool               by pool size; "aged" pools have a shuffled free queue
+*_by_pool               by pool size, free queue shuffled (_fresh: in order of ids); the blocks
+                        come and go at the head of the queue, as those of running requests do
+*_by_pool_cold          other blocks of the shuffled queue each time: every step along the list
+                        is a dependent access to memory that no cache holds
 vllm                    the same blocks through vLLM's own pool, with --vllm-source
 """
 
@@ -320,6 +323,12 @@ def measure(limit: int, repeats: int, vllm_source: Path | None) -> dict[str, Any
     return result
 
 
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    return round(value, 3) if isinstance(value, float) else value
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -359,12 +368,12 @@ def main() -> int:
         sys.path.insert(0, str(ROOT))
         if not options.uncompiled and not _modules().compiled:
             return _run_on_a_build(sys.argv[1:])
-    result = measure(options.max_pool, options.repeats, options.vllm_source)
+    result = _rounded(measure(options.max_pool, options.repeats, options.vllm_source))
     if options.json:
         print(json.dumps(result, indent=1))
         return 0
     for name, value in result.items():
-        print(f"{name:34}", f"{value:.2f}" if isinstance(value, float) else value)
+        print(f"{name:34}", value)
     return 0
 
 

@@ -139,9 +139,8 @@ class KVCacheManager:
             if hits < count:
                 break
             chunk = min(2 * chunk, _LOOKUP_CHUNK)
-        length = found * BLOCK_SIZE
         return PrefixHit(
-            blocks[:found], length, tokens[:length].copy(), chains[:found], extra, digest, self.pool
+            blocks[:found], found * BLOCK_SIZE, chains[:found], extra, digest, self.pool
         )
 
     def _note_chains(self, blocks: Any, chains: Any, start: int, stop: int) -> int:

@@ -11,12 +11,11 @@ class PrefixHit(NamedTuple):
     """What get_computed_blocks found. Pass it to allocate_slots, which checks that it still holds.
 
     block_ids int32 [n]: the cached blocks; num_tokens: n * 64, less than the sequence's length;
-    token_ids int32 [num_tokens]; chain_ids int64 [n]: what each block held when it was found.
+    chain_ids int64 [n]: what each block held when it was found; the rest is for the manager.
     """
 
     block_ids: np.ndarray
     num_tokens: int
-    token_ids: np.ndarray
     chain_ids: np.ndarray
     extra: bytes
     digest: bytes
