@@ -1,0 +1,169 @@
+"""Run small cases of every kernel under compute-sanitizer.
+
+    python tools/sanitize.py                                  # memcheck, racecheck, synccheck
+    python tools/sanitize.py --tool memcheck --out tools/results/sanitizer_h200.json
+
+Each tool runs a child process over the same cases (all decode variants, splits, empty requests,
+both layouts; preparation; the schedule), whose bytes are compared with the reference as well. Exit
+code 1 where a tool reports an error or a byte differs, 2 where compute-sanitizer is not installed.
+It is looked for on the PATH, in $CUDA_HOME, /usr/local/cuda and in site-packages (pip install
+nvidia-cuda-sanitizer-api).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from bench import machine
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+DEFAULT = TOOLS[:3]
+SUMMARY = re.compile(r"(ERROR SUMMARY: \d+ error|RACECHECK SUMMARY: \d+ hazard)\w*.*")
+
+
+def find_sanitizer() -> str | None:
+    """Path of compute-sanitizer, or None."""
+    places = [shutil.which("compute-sanitizer")]
+    for root in (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"):
+        if root:
+            places += [f"{root}/bin/compute-sanitizer"]
+            places += [f"{root}/compute-sanitizer/compute-sanitizer"]
+    for folder in sys.path:
+        if folder.endswith("-packages"):
+            places += [str(path) for path in Path(folder).glob("nvidia/**/compute-sanitizer")]
+    return next((path for path in places if path and os.access(path, os.X_OK)), None)
+
+
+def small_specs() -> Iterator[Any]:
+    """Few tokens, every path: one and many blocks, a full ring, splits, row tiles, empty rows."""
+    from decode_cases import DecodeSpec
+
+    yield DecodeSpec(1, 16, 1, (130, 0, 1), pattern="loud_tokens")
+    yield DecodeSpec(2, 5, 2, (70,), layout="record", pattern="rising")
+    yield DecodeSpec(3, 32, 1, (400,), num_splits=3, pattern="loud_tokens")
+    yield DecodeSpec(4, 64, 1, (200, 64), layout="strided", batch_invariant=128)
+    yield DecodeSpec(5, 48, 2, (65, 3), num_splits=2, layout="record")
+    yield DecodeSpec(6, 128, 1, (129,), causal=False)
+    yield DecodeSpec(7, 3, 4, (2, 500), pattern="nan_tokens")
+
+
+def child() -> int:
+    """All cases in this process; prints one line a case."""
+    from decode_cases import solve
+    from decode_gpu import report, run
+
+    wrong = 0
+    for spec in small_specs():
+        one = solve(spec)
+        start = time.monotonic()
+        text = report(run(one.case()), (one.out, one.lse))
+        wrong += text is not None
+        print(f"{spec}: {text or 'same bytes'} ({time.monotonic() - start:.1f} s)", flush=True)
+    wrong += _prepare_case()
+    return 1 if wrong else 0
+
+
+def _prepare_case() -> int:
+    """append_kv and quantize_q in one launch, against the reference."""
+    import ml_dtypes
+    import numpy as np
+    from decode_gpu import filled, put
+    from poison import poisoned_cache
+
+    from snapmla_rt import api
+    from snapmla_rt.array import to_host
+    from snapmla_rt.reference.append_kv import append_kv
+    from snapmla_rt.reference.quantize_q import quantize_q
+
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((3, 1, 20, 576), np.float32)
+    kv = rng.standard_normal((3, 576), np.float32)
+    slots = np.array([5, -1, 130], np.int64)
+    host = poisoned_cache(3)
+    planes = [put(plane) for plane in host]
+    out = (
+        filled((3, 1, 20, 512), "float8_e4m3fn", 0),
+        filled((3, 1, 20, 64), "bfloat16", 0),
+        filled((3, 1, 20), "float32", 0),
+    )
+    prepare: Any = api.prepare
+    arrays = (q, np.ascontiguousarray(kv[:, :512]), np.ascontiguousarray(kv[:, 512:]))
+    prepare(*(put(array) for array in arrays), *planes, put(slots), out=out)
+    append_kv(kv[:, :512], kv[:, 512:], *host, slots)
+    wrong = 0
+    for got, want in zip([*out, *planes], [*quantize_q(q), *host], strict=True):
+        bits = np.dtype(f"u{want.dtype.itemsize}")
+        wrong += int((to_host(got).view(bits) != np.asarray(want).view(bits)).sum())
+    assert want.dtype == ml_dtypes.bfloat16
+    print(f"prepare: {wrong or 'no'} values differ", flush=True)
+    return wrong
+
+
+def _injection(sanitizer: str) -> list[str]:
+    """Where the libraries of an installation from a wheel lie, which is not beside the program."""
+    library = Path(sanitizer).resolve().parent.parent / "lib"
+    found = (library / "libTreeLauncherTargetInjection.so").is_file()
+    return ["--injection-path", str(library)] if found else []
+
+
+def run_tool(sanitizer: str, tool: str, timeout: float) -> dict[str, Any]:
+    """One tool over all cases."""
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "77", "--print-limit", "20"]
+    if tool == "racecheck":
+        command += ["--racecheck-report", "all"]
+    command += _injection(sanitizer)
+    command += [sys.executable, str(Path(__file__).resolve()), "--child"]
+    env = dict(os.environ, SNAPMLA_JIT="lazy")
+    start = time.monotonic()
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, timeout=timeout)
+        text, code = (done.stdout + done.stderr).decode(errors="replace"), done.returncode
+    except subprocess.TimeoutExpired as error:
+        text = (error.stdout or b"").decode(errors="replace") + f"\nover {timeout:.0f} s"
+        code = 124
+    summaries = [found.group(0) for found in SUMMARY.finditer(text)]
+    seconds = round(time.monotonic() - start, 1)
+    print(f"{tool}: exit {code}, {summaries or 'no summary'}, {seconds} s", flush=True)
+    if code != 0:
+        print(text[-6000:], flush=True)
+    return {"tool": tool, "exit_code": code, "summary": summaries, "seconds": seconds}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tool", action="append", choices=TOOLS, default=[])
+    parser.add_argument("--timeout", type=float, default=300, help="seconds a tool")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--commit", default=os.environ.get("COMMIT", ""))
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.child:
+        return child()
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        print("compute-sanitizer is not installed (see --help for where it is looked for)")
+        return 2
+    rows = [run_tool(sanitizer, tool, args.timeout) for tool in args.tool or DEFAULT]
+    if args.out is not None:
+        result: dict[str, Any] = {**machine(0), "tools": rows}
+        result |= {"commit": args.commit} if args.commit else {}
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if any(row["exit_code"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
