@@ -1,35 +1,44 @@
 """Which compiled variant of mla_decode serves which shape, and the grids: the one place of choice.
 
 A variant is chosen by the query rows of a request (num_heads_q x seq_len_q) and by the plan's
-block_n. Its choice changes no byte of the result: all variants of a block_n compute the same.
+block_n. The choice changes no byte of the result: all variants of a block_n compute the same.
 """
 
 from __future__ import annotations
 
-from .decode_kernels import COMBINE_CTAS_PER_SM, DECODE_ROWS, decode_variant_name
+from .decode_kernels import COMBINE_CTAS_PER_SM, MLA_DECODE
 from .errors import ArgumentError
 
-# block_n -> rows of a tile that variants compute, ascending; the last one serves everything above.
-ROWS_BY_BLOCK_N: dict[int, tuple[int, ...]] = {64: DECODE_ROWS}
-
 COMBINE_ITEMS_PER_ROW = 4  # at most: 128 dims each
+_SHAPE_DEFINES = {"ROWS", "BLOCK_N", "SMEM_BYTES"}
 
 
-def decode_rows(num_rows: int, block_n: int) -> int:
-    """Query rows that the chosen variant computes for requests of num_rows rows.
+def _serving_variants() -> dict[int, dict[int, str]]:
+    """block_n -> rows of a tile -> name, of the variants that serve (not those to look inside)."""
+    found: dict[int, dict[int, str]] = {}
+    for variant in MLA_DECODE.variants:
+        defines = dict(variant.defines)
+        if not set(defines) - _SHAPE_DEFINES:
+            rows, block_n = int(defines["ROWS"]), int(defines.get("BLOCK_N", 64))
+            found.setdefault(block_n, {})[rows] = variant.name
+    return found
 
-    Raises ArgumentError where no kernel has this block_n.
-    """
-    choices = ROWS_BY_BLOCK_N.get(block_n)
-    if choices is None:
-        expected = f"one of {sorted(ROWS_BY_BLOCK_N)} on a GPU (block_n of plan_decode)"
-        raise ArgumentError("plan", expected, f"block_n {block_n}")
-    return next((rows for rows in choices if num_rows <= rows), choices[-1])
+
+VARIANTS: dict[int, dict[int, str]] = _serving_variants()
 
 
 def decode_variant(num_rows: int, block_n: int, *, debug: bool = False, trace: bool = False) -> str:
-    """Name of the mla_decode variant for requests of num_rows query rows."""
-    return decode_variant_name(decode_rows(num_rows, block_n), debug=debug, trace=trace)
+    """Name of the mla_decode variant for requests of num_rows query rows: the narrowest that holds
+    them, else the widest, which takes them tile by tile.
+
+    Raises ArgumentError where no kernel has this block_n.
+    """
+    choices = VARIANTS.get(block_n)
+    if choices is None:
+        expected = f"block_n of {sorted(VARIANTS)} on a GPU"
+        raise ArgumentError("plan", expected, f"block_n {block_n}")
+    rows = min((r for r in choices if num_rows <= r), default=max(choices))
+    return choices[rows] + "_debug" * (debug or trace) + "_trace" * trace
 
 
 def combine_ctas(num_sms: int, batch: int, num_rows: int) -> int:

@@ -32,7 +32,7 @@ import numpy as np
 from bench import machine
 from decode_cases import DecodeSpec, Solved, draw, smaller, solve, solved, worker_pool
 
-from snapmla_rt.decode_select import ROWS_BY_BLOCK_N, decode_variant
+from snapmla_rt.decode_select import VARIANTS, decode_variant
 
 
 @dataclass
@@ -86,8 +86,9 @@ def specs_of(args: argparse.Namespace) -> Iterator[DecodeSpec]:
     if not args.no_grid:
         from test_mla_decode import grid_specs
 
-        yield from grid_specs()
-    blocks = tuple(ROWS_BY_BLOCK_N)
+        for block_n in VARIANTS:
+            yield from grid_specs(block_n)
+    blocks = tuple(VARIANTS)
     seeds = itertools.count(args.first_seed)
     yield from (draw(seed, blocks) for seed in itertools.islice(seeds, args.cases))
 
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> Tally:
     tally, start = Tally(), time.monotonic()
     with worker_pool(args.workers) as pool:
         for one in solved(pool, specs_of(args)):
-            drawn = one.spec == draw(one.spec.seed, tuple(ROWS_BY_BLOCK_N))
+            drawn = one.spec == draw(one.spec.seed, tuple(VARIANTS))
             tally.cases += drawn
             tally.grid_cases += not drawn
             tally.compared_bytes += one.out.nbytes + one.lse.nbytes
@@ -157,7 +158,7 @@ def write_result(args: argparse.Namespace, tally: Tally, seconds: float) -> None
 
 
 def replay(seed: int, args: argparse.Namespace) -> int:
-    spec = draw(seed, tuple(ROWS_BY_BLOCK_N))
+    spec = draw(seed, tuple(VARIANTS))
     print(json.dumps(asdict(spec), indent=1))
     tally = Tally()
     wrong, text = compare_on_gpu(solve(spec))

@@ -32,9 +32,11 @@ from decode_cases import (
 from decode_gpu import OnGpu, put, report, run
 
 from snapmla_rt.config import RECORD_BYTES
+from snapmla_rt.decode_select import VARIANTS
 from snapmla_rt.driver import memory
 from snapmla_rt.tensor import TensorView
 
+BLOCKS = tuple(VARIANTS)  # block_n that a kernel has
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -63,7 +65,7 @@ MODES: tuple[dict[str, Any], ...] = (
 )
 
 
-def grid_specs() -> list[DecodeSpec]:
+def grid_specs(block_n: int = 64) -> list[DecodeSpec]:
     """All of heads x seq_len_q x (no cuts, 1..8 splits, cuts at fixed tokens); edge lengths and
     layouts take turns, so that each meets every kind of cut and every seq_len_q."""
     specs = []
@@ -84,19 +86,21 @@ def grid_specs() -> list[DecodeSpec]:
                         magnitude=(1.0, 10.0)[turn % 2],
                         layout=LAYOUTS[(i + k) % 3],
                         causal=turn % 4 != 3,
+                        block_n=block_n,
                         **mode,
                     )
                 )
     return specs
 
 
-def test_fixed_grid(pool: ProcessPoolExecutor) -> None:
-    check_all(pool, grid_specs())
+@pytest.mark.parametrize("block_n", VARIANTS)
+def test_fixed_grid(pool: ProcessPoolExecutor, block_n: int) -> None:
+    check_all(pool, grid_specs(block_n))
 
 
 def test_drawn_cases(pool: ProcessPoolExecutor) -> None:
     """The same draw as tools/fuzz_decode.py, the first seeds of it."""
-    check_all(pool, [draw(seed) for seed in range(160)])
+    check_all(pool, [draw(seed, tuple(VARIANTS)) for seed in range(160)])
 
 
 MAGNITUDE_ENDS = ((1.0, 1.0), (10.0, 10.0), (3e38, 1.0), (1e-45, 3e38), (3e38, 3e38), (1e30, 1e-38))
@@ -120,6 +124,7 @@ def test_hostile_patterns(pool: ProcessPoolExecutor) -> None:
                     layout=LAYOUTS[j % 3],
                     softmax_scale=(SOFTMAX_SCALE, 1.0, 1e-38, 1e30)[j % 4],
                     num_splits=(None, 2, 1)[i % 3],
+                    block_n=BLOCKS[(i + j) % len(BLOCKS)],
                 )
             )
     check_all(pool, specs)
@@ -135,7 +140,9 @@ def test_long_requests(pool: ProcessPoolExecutor) -> None:
             lengths=lengths,
             pattern=pattern,
             num_splits=splits,
+            block_n=block_n,
         )
+        for block_n in BLOCKS
         for i, (heads, lengths, pattern, splits) in enumerate(
             (
                 (16, (9000,), "attention_sink", None),

@@ -17,6 +17,7 @@ from decode_cases import SOFTMAX_SCALE, DecodeCase, DecodeSpec, build, draw
 from decode_gpu import OnGpu, Result, put, report, run
 
 from snapmla_rt import api
+from snapmla_rt.decode_select import VARIANTS
 from snapmla_rt.driver import memory
 from snapmla_rt.driver.device import device_count
 from snapmla_rt.inspect_decode import trace_block
@@ -196,8 +197,9 @@ def test_debug_kernels_give_the_same_bytes() -> None:
     script = """
 from decode_cases import *
 from decode_gpu import run, report
+from snapmla_rt.decode_select import VARIANTS
 for seed in (0, 2, 3, 7, 12, 18):
-    spec = draw(seed)
+    spec = draw(seed, tuple(VARIANTS))
     one = solve(spec)
     assert report(run(one.case()), (one.out, one.lse)) is None, spec
 print("fine")
@@ -232,8 +234,9 @@ except Exception as error:
         DecodeSpec(2, 20, 1, (200,), pattern="rising", num_splits=2),
         DecodeSpec(3, 48, 2, (130,), pattern="attention_sink"),  # two row tiles
         DecodeSpec(4, 64, 1, (0, 100), pattern="wide", causal=False),
+        DecodeSpec(5, 70, 1, (300, 1), pattern="loud_tokens", block_n=max(VARIANTS)),
     ],
-    ids=["rows16", "rows32", "two tiles", "rows64"],
+    ids=["rows16", "rows32", "two tiles", "rows64", "long blocks"],
 )
 def test_trace_of_a_block_by_name(spec: DecodeSpec) -> None:
     """The debug kernel's intermediates are the reference's, name by name, bit by bit."""
