@@ -64,8 +64,8 @@ def check_no_growth(kv: Any, count: int) -> None:
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    # Measured: within 3 kB whatever the count. One 32-byte object lost in 60 operations of a million
-    # would be 0.5 MB.
+    # Measured: within 3 kB whatever the count. One 32-byte object lost in 60 operations would be
+    # 0.5 MB after a million.
     assert after - before < 16_384, f"{after - before} bytes in {count} operations"
     state = manager.debug_state()
     assert state["free_queue"] != [] and sorted(state["free_queue"]) == list(range(1, 64))

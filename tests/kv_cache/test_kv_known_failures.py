@@ -96,9 +96,10 @@ def test_b111_double_free_and_foreign_ids_are_errors(kv: Any, debug: bool) -> No
         with pytest.raises(ArgumentError, match="block_ids: expected"):
             pool.free_blocks(ids)
         assert pool.debug_state() == before
-    for ids in ([1.5], ["x"], [[1]], None, [True]):
+    wrong: list[Any] = [[1.5], ["x"], [[1]], None, [True]]
+    for value in wrong:
         with pytest.raises(ArgumentError, match="block_ids"):
-            pool.free_blocks(ids)
+            pool.free_blocks(value)
     if debug:
         with pytest.raises(ArgumentError, match=f"block {once[0]}, already freed by 'b'"):
             pool.free_blocks(once)

@@ -309,7 +309,7 @@ def test_slot_mapping_of_a_batch(kv: Any) -> None:
 
 
 def test_table_uses_the_callers_arrays_in_place(kv: Any) -> None:
-    given = {
+    given: dict[str, Any] = {
         "block_table": np.full((2, 4), 9, dtype=np.int32),
         "cache_seqlens": np.full(2, 9, dtype=np.int32),
         "slots": np.full(2, 9, dtype=np.int64),
