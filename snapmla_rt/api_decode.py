@@ -14,6 +14,7 @@ the same ones only looks it up and launches. Memory is not kept alive by that.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -30,6 +31,7 @@ from .decode_call import (
     prepare_call,
 )
 from .decode_launch import PlanOnDevice, workspace_layout
+from .driver.launch import LAST_DEFAULT_STREAM
 from .plan import DecodePlan
 from .tensor import resolve_stream, stream_handle
 
@@ -41,6 +43,9 @@ __all__ = ["decode_workspace_size", "mla_decode", "plan_decode"]
 _prepared: dict[Any, tuple[Any, ...]] = {}
 _MAX_PREPARED = 1 << 14
 _torch_stream: Any = None
+_torch_device: Any = None
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_prepared.clear)  # `direct` is not for forked processes
 
 
 def mla_decode(
@@ -97,7 +102,8 @@ def mla_decode(
         )
         if launches is not None:
             for launch in launches:
-                launch()
+                if launch.direct():
+                    launch()
             return (out, lse) if return_lse else out
     target = Target(out, lse, workspace, return_lse, stream)
     results = _mla_decode(given, plan, softmax_scale, causal, target, backend)
@@ -134,6 +140,8 @@ def _look_up(
             handle = current_stream(planned.device_index)
         else:
             handle = stream_handle(stream)
+        if handle <= LAST_DEFAULT_STREAM and _torch_device() != planned.device_index:
+            return *own, None  # a default stream: launched with the device's context pushed
         key = _torch_key(given, planned, softmax_scale, causal, own, handle)
         return *own, _prepared.get(key)
     except (AttributeError, TypeError, IndexError, ValueError):
@@ -142,11 +150,14 @@ def _look_up(
 
 def _raw_stream() -> Any:
     """torch's function device index -> handle of the current stream, where torch uses CUDA."""
-    global _torch_stream
+    global _torch_stream, _torch_device
     if _torch_stream is None:
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
+            _torch_device = getattr(torch._C, "_cuda_getDevice", None)
             _torch_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+            if _torch_device is None:
+                _torch_stream = None
     return _torch_stream
 
 

@@ -77,7 +77,9 @@ torch.cuda = types.SimpleNamespace(is_initialized=lambda: True,
                                    is_current_stream_capturing=lambda: False,
                                    current_stream=lambda i: types.SimpleNamespace(
                                        cuda_stream=current_stream))
-torch._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda index: current_stream)
+torch._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda index: current_stream,
+                                 _cuda_getDevice=lambda: current_device)
+current_device = 0
 torch.Tensor = Tensor
 sys.modules["torch"] = torch
 
@@ -100,9 +102,14 @@ class Recording(Kernel):
         made, note = super().prepare(grid, stream, *values, pdl=pdl), self.note(
             grid, stream, values, pdl)
         PREPARED.append(note)
-        def go():
-            made(); SENT.append(note)
-        return go
+        class Noted:
+            def __call__(self):
+                made(); SENT.append(note)
+            def direct(self):
+                refused = made.direct()
+                if not refused: SENT.append(note)
+                return refused
+        return Noted()
 decode_launch.load_kernel = lambda name, variant, index: Recording(name, variant, index)
 
 def arrays(b=3, s=1, h=20, blocks=9, width=40, index=0):
@@ -268,6 +275,12 @@ def test_calls_are_prepared_once(run: Callable[[str], None]) -> None:
         torch.cuda.stream = Current
         assert count(stream=0x5003, out=None) == 2
         assert entered == [("external", 0x5003), "left"]
+        # on the default stream the device must be torch's current one, else it is made so
+        globals()["current_stream"] = 0
+        assert count() == 2 and count() == 0 and SENT[0].stream == 0
+        globals()["current_device"] = 1
+        assert count() == 2 and {s.device for s in SENT} == {0}
+        globals()["current_device"], globals()["current_stream"] = 0, 0x5002
         # results that are not given are allocated, and found again where they land
         ALLOCATIONS.clear()
         api.mla_decode(*given, plan, 0.5, workspace=room, lse=lse, return_lse=False)

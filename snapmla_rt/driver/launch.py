@@ -17,7 +17,7 @@ from . import check
 from .device import device_context, primary_context
 
 _MAX_GRID = 2**31 - 1
-_LAST_DEFAULT_STREAM = 2  # 0 and 1: the legacy stream, 2: the thread's
+LAST_DEFAULT_STREAM = 2  # 0 and 1: the legacy stream, 2: the thread's
 
 
 class Layout(Protocol):
@@ -176,10 +176,13 @@ class PreparedLaunch:
     """One launch whose parameters, grid and stream are fixed: calling it enqueues it.
 
     Nothing in it changes after it is made, and the driver copies the parameters at each call, so
-    any thread may call it at any time.
+    any thread may call it at any time. direct: the driver's call alone, whose result is not 0 where
+    the launch was refused; call the object then, which says why. Not for a process that was forked
+    after CUDA was used; and on a default stream (0 to 2) a context of the device must be current,
+    where a stream of its own names its context.
     """
 
-    __slots__ = ("_arguments", "_call", "_keep", "_kernel", "grid", "stream")
+    __slots__ = ("_keep", "_kernel", "direct", "grid", "stream")
 
     def __init__(
         self, kernel: Kernel, params: bytes, grid: tuple[int, int, int], stream: int, pdl: bool
@@ -200,13 +203,13 @@ class PreparedLaunch:
         config.attributes = attributes
         config.num_attributes = len(attributes)
         self._keep = (memory, pointers, attributes, config)
-        self._call = _launch_function()
-        self._arguments = (
+        arguments = (
             ctypes.c_void_p(ctypes.addressof(config)),
             ctypes.c_void_p(int(kernel._function)),
             ctypes.c_void_p(ctypes.addressof(pointers)),
             ctypes.c_void_p(None),
         )
+        self.direct = functools.partial(_launch_function(), *arguments)
 
     def _attributes(self, pdl: bool) -> Any:
         kinds = check.bindings().CUlaunchAttributeID
@@ -227,16 +230,12 @@ class PreparedLaunch:
         """Enqueue the launch. Raises CudaError for a refused launch."""
         if check.forked_after_use:
             check.initialise()  # says what is wrong
-        # A stream of its own names the context; the default streams exist in every context.
-        if self.stream > _LAST_DEFAULT_STREAM:
-            code = self._call(*self._arguments)
-            if code == 0:
-                return
-        self._call_in_context()
+        if self.stream <= LAST_DEFAULT_STREAM or self.direct() != 0:
+            self._call_in_context()
 
     def _call_in_context(self) -> None:
         with device_context(self._kernel.device_index):
-            code = self._call(*self._arguments)
+            code = self.direct()
         if code != 0:
             raise self._kernel._launch_error(self.grid, check.bindings().CUresult(code))
 
