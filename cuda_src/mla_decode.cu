@@ -27,11 +27,13 @@
 // Launch: grid (row tiles of 64, parts), 512 threads, dynamic shared memory of `Storage`, one CTA an
 // SM; may be launched as a dependent of the kernels that write Q and the cache.
 //
-// Roles, one warpgroup each (registers for up to 32 / 64 rows):
-//   scores  184 / 120   S, softmax, P, row sums                       mla_decode/weights.cuh
-//   output  152 / 184   two warpgroups, 256 dims each: T and O        mla_decode/output.cuh
+// Variants: ROWS 16, 32 or 64 query rows computed of a tile; BLOCK_N 64 or 128 tokens of a softmax
+// block. Roles, one warpgroup each (registers for up to 32 / 64 rows):
+//   scores  200 / 120   S, softmax, P, row sums                       mla_decode/weights.cuh
+//   output  144 / 184   two warpgroups, 256 dims each: T and O        mla_decode/output.cuh
 //   load    24          warp 0 cache blocks, 1-2 token factors, 3 Q   mla_decode/load.cuh
-// Shared memory (219 KB): Q 40 KB, 4 stages of 40 KB, 2 P tiles of 4 KB, factors; storage.cuh.
+// Shared memory (up to 222 KB): five 40-KB places for cache blocks and Q, 2 P tiles, factors;
+// storage.cuh.
 // Barriers (storage.cuh says who arrives and who waits): a stage goes load -> tokens -> scores ->
 // output -> load; P tiles and row factors go scores -> output -> scores. Output warps take blocks
 // strictly in order, so the order of accumulation is the reference's whatever the timing.

@@ -320,9 +320,10 @@ static inline uint32_t wg_pack16(double total, double unit)
     double magnitude = value < 0 ? -value : value;
     int32_t tiny = magnitude < 0x1p-126 ? 1 : 0;
     uint32_t subnormal = (uint32_t)(int32_t)(tiny ? magnitude * 0x1p149 : 0.0);
-    uint32_t sign = value < 0 ? 0x80000000u : 0;
     uint32_t normal = wg_bits((float)(tiny ? 0.0 : magnitude));
-    return (tiny ? subnormal : normal) | sign;
+    uint32_t bits = tiny ? subnormal : normal;
+    uint32_t sign = value < 0 && bits != 0 ? 0x80000000u : 0; /* what vanishes is +0 */
+    return bits | sign;
 }
 
 /* One step of m rows and 64 columns; d holds finite accumulators, as bits. */

@@ -10,7 +10,7 @@ Rules measured on an H200 (design/numerics.md, sections 1 and 2). One output ele
 [T4] Each addend is truncated toward zero to a multiple of 2^(Emax - window_bits).
 [T5] The truncated addends are added exactly, C among them, in no order.
 [T6] The sum is truncated toward zero to result_bits significant bits (float32 subnormals kept);
-     a zero sum is +0; |D| >= 2^128 is infinite.
+     a sum that is zero or vanishes is +0; |D| >= 2^128 is infinite.
 
 Several steps on one accumulator are this rule applied step by step in issue order.
 
@@ -352,7 +352,8 @@ def _pack(rule: StepRule, total: NDArray[np.int64], top: NDArray[np.int64]) -> U
     kept = (magnitude >> drop) << drop
     # At most 24 bits and a multiple of 2^-149: exact in float64, and exact or infinite in float32.
     value = np.ldexp(np.copysign(kept.astype(np.float64), total), unit).astype(np.float32)
-    return np.where(total == 0, np.float32(0.0), value).view(np.uint32)
+    # A sum that is zero or is truncated to zero has no sign.
+    return np.where(kept == 0, np.float32(0.0), value).view(np.uint32)
 
 
 # --- Decoding ----------------------------------------------------------------------------------

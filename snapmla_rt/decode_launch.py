@@ -24,6 +24,7 @@ too early or overwrite too early:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -292,8 +293,9 @@ def row_strides(query: TensorView) -> tuple[int, int] | None:
 
 def _tensor_maps(arrays: DecodeArrays) -> tuple[bytes, bytes, bytes, bytes]:
     """ckv_map, rope_map, q_nope_map, q_rope_map: 128-byte swizzled boxes of 64 tokens or rows."""
-    from .driver.tensor_map import encode_tiled
+    from .driver import tensor_map
 
+    encode_tiled = functools.partial(tensor_map.encode_tiled, device_index=arrays.device_index)
     blocks, rows, batch = arrays.ckv.shape[0], arrays.num_rows, arrays.batch
     rope_bytes = 2 * ROPE_DIM
     ckv = encode_tiled(

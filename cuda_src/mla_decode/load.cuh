@@ -53,21 +53,27 @@ __device__ __forceinline__ void load_role(const MlaDecodeParams& p, Storage& s) 
       ring.advance();
     }
     const int* table = p.block_table + split.req * p.block_table_stride;
+    const int first = split.begin * kPages, end = split.end * kPages;
+    const int last = (split.seqlen + kBlockSize - 1) / kBlockSize;  // pages that exist
     int ids = 0;
-    int ahead = split.begin + lane < split.end ? table[split.begin + lane] : 0;
-    for (int block = split.begin; block < split.end; ++block) {
-      const int offset = (block - split.begin) & 31;
+    int ahead = first + lane < min(end, last) ? table[first + lane] : 0;
+    for (int page = first; page < end; ++page) {
+      const int offset = (page - first) & 31;
       if (offset == 0) {
         ids = ahead;
-        ahead = block + 32 + lane < split.end ? table[block + 32 + lane] : 0;
+        ahead = page + 32 + lane < min(end, last) ? table[page + 32 + lane] : 0;
       }
-      const int page = __shfl_sync(0xffffffffu, ids, offset);
-      DEVICE_CHECK(page >= 0 && page < p.num_blocks);
+      const int id = __shfl_sync(0xffffffffu, ids, offset);
+      DEVICE_CHECK(id >= 0 && id < p.num_blocks);
       if (lane == 0) {
         profile.mark(1);
         MBARRIER_WAIT(shared_address(&s.barriers.stage_empty[ring.index]), ring.phase ^ 1);
         profile.mark(0);
-        load_block(p, s, ring.index, page, policy);
+        if (page < last) {
+          load_block(p, s, ring.index, id, policy);
+        } else {
+          mbarrier_arrive(shared_address(&s.barriers.stage_full[ring.index]));
+        }
       }
       __syncwarp();
       ring.advance();
@@ -125,9 +131,9 @@ __device__ __forceinline__ void token_role(const MlaDecodeParams& p, Storage& s)
       announce_tokens(s, place);
     }
     const int limit = row_limit(p, first_row, split.seqlen);
-    for (int block = split.begin; block < split.end; ++block) {
-      const bool inside = block * kBlockN + token < split.seqlen;
-      const bool masked = (block + 1) * kBlockN > limit;
+    for (int page = split.begin * kPages; page < split.end * kPages; ++page) {
+      const bool inside = page * kBlockSize + token < split.seqlen;
+      const bool masked = (page / kPages + 1) * kBlockN > limit;
       MBARRIER_WAIT(shared_address(&s.barriers.stage_full[ring.index]), ring.phase);
       prepare_token(s, ring.index, token, inside, masked);
       announce_tokens(s, ring.index);

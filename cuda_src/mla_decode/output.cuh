@@ -25,20 +25,25 @@ enum OutputInterval {
 
 constexpr int kOutputChunks = 4;         // 64-dim chunks of a warpgroup
 constexpr int kTileRegisters = kRows / 2;  // accumulator registers of a 64-dim chunk
-// Chunks whose tensor-core work is in flight together: 32 registers of T.
-constexpr int kChunkGroup = 64 / kRows;
+// Chunks whose tensor-core work is in flight together.
+constexpr int kChunkGroup = kRows == 16 ? 2 : 1;
+// At 64 rows the next values would cost the score warps 16 registers: measured slower (-7 %).
+constexpr bool kLoadAhead = kRows <= 32;
 
 using Outputs = float[kOutputChunks][kTileRegisters];
 
-// A fragments of V^T for 64 dims and one k32 step. Rows of the fragment: dims 2 (lane / 4) and + 1;
-// slots of its columns hold tokens in the order of pack_weights.
-__device__ __forceinline__ void load_values(unsigned (&a)[4], unsigned latent, int half, int chunk,
-                                            int step) {
+// V of 64 dims and 32 tokens as ldmatrix delivers it.
+__device__ __forceinline__ void load_values(unsigned (&raw)[4], unsigned latent, int half,
+                                            int chunk, int step) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
   const int unit = (4 * (chunk & 1) + warp) ^ (lane & 7);
-  unsigned raw[4];
   ldmatrix_x4_trans(raw, latent + (2 * half + (chunk >> 1)) * kChunkBytes +
                              (32 * step + lane) * 128 + unit * 16);
+}
+
+// The A fragment of V^T for one k32 step. Rows: dims 2 (lane / 4) and + 1; slots of its columns hold
+// tokens in the order of pack_weights.
+__device__ __forceinline__ void transpose_values(unsigned (&a)[4], const unsigned (&raw)[4]) {
   a[0] = __byte_perm(raw[0], raw[1], 0x6420);
   a[1] = __byte_perm(raw[0], raw[1], 0x7531);
   a[2] = __byte_perm(raw[2], raw[3], 0x6420);
@@ -83,35 +88,78 @@ __device__ __forceinline__ void promote(float (&o)[kTileRegisters],
   }
 }
 
-// [S8] One block: T of each chunk from zero, one step a 32 tokens, promoted by t.
-__device__ __forceinline__ void output_block(Outputs& o, Storage& s, int half, unsigned stage,
-                                             unsigned buffer, const TraceOutput& trace) {
-  const int lane = threadIdx.x & 31;
-  const unsigned latent = shared_address(s.stages[stage].latent);
+// Matrix descriptor of a P tile and the offset of one k32 step in it.
+__device__ __forceinline__ unsigned long long weights_desc(const Storage& s, unsigned buffer) {
   const unsigned base = __shfl_sync(0xffffffffu, shared_address(s.weights[buffer]), 0);
-  const unsigned long long weights = wgmma_desc_sw64(base);
+  return kPages == 1 ? wgmma_desc_sw64(base) : wgmma_desc_sw128(base);
+}
+
+using GroupValues = unsigned[kPages][kChunkGroup][2][4];
+
+// Load V of one group of chunks.
+__device__ __forceinline__ void load_group(GroupValues& raw, const Storage& s, int half,
+                                           const unsigned (&stage)[kPages], int group) {
+#pragma unroll
+  for (int page = 0; page < kPages; ++page) {
+    const unsigned latent = shared_address(s.stages[stage[page]].latent);
+#pragma unroll
+    for (int c = 0; c < kChunkGroup; ++c) {
+      load_values(raw[page][c][0], latent, half, group + c, 0);
+      load_values(raw[page][c][1], latent, half, group + c, 1);
+    }
+  }
+}
+
+// Start T of one group of chunks, from zero, one step a 32 tokens.
+__device__ __forceinline__ void issue_group(float (&tile)[kChunkGroup][kTileRegisters],
+                                            GroupValues& a, const GroupValues& raw,
+                                            unsigned long long weights) {
+#pragma unroll
+  for (int c = 0; c < kChunkGroup; ++c) {
+#pragma unroll
+    for (int step = 0; step < 2 * kPages; ++step) {
+      transpose_values(a[step >> 1][c][step & 1], raw[step >> 1][c][step & 1]);
+    }
+  }
+  wgmma_fence();
+#pragma unroll
+  for (int c = 0; c < kChunkGroup; ++c) {
+#pragma unroll
+    for (int step = 0; step < 2 * kPages; ++step) {
+      wgmma_m64k32_e4m3_rs(tile[c], a[step >> 1][c][step & 1], weights + 2 * step, step != 0);
+    }
+  }
+  wgmma_commit_group();
+}
+
+// The block's pages are no longer read.
+__device__ __forceinline__ void release_pages(Storage& s, const unsigned (&stage)[kPages]) {
+  __syncwarp();
+  if ((threadIdx.x & 31) != 0) return;
+#pragma unroll
+  for (int page = 0; page < kPages; ++page) {
+    mbarrier_arrive(shared_address(&s.barriers.stage_empty[stage[page]]));
+  }
+}
+
+// [S8] One block; `stage` holds its pages. Where registers allow, V of the next group is loaded while
+// the tensor core works on this one.
+__device__ __forceinline__ void output_block(Outputs& o, Storage& s, int half,
+                                             const unsigned (&stage)[kPages], unsigned buffer,
+                                             const TraceOutput& trace) {
+  const unsigned long long weights = weights_desc(s, buffer);
+  GroupValues raw, a;
+  if (kLoadAhead) load_group(raw, s, half, stage, 0);
   const int4 raised = *reinterpret_cast<const int4*>(s.raised[buffer]);
   if (raised.x | raised.y | raised.z | raised.w) scale_outputs(o, s.raise_factor[buffer]);
 #pragma unroll
   for (int group = 0; group < kOutputChunks; group += kChunkGroup) {
-    unsigned a[kChunkGroup][2][4];
+    const bool last = group + kChunkGroup == kOutputChunks;
     float tile[kChunkGroup][kTileRegisters];
-#pragma unroll
-    for (int c = 0; c < kChunkGroup; ++c) {
-      load_values(a[c][0], latent, half, group + c, 0);
-      load_values(a[c][1], latent, half, group + c, 1);
-    }
-    if (group + kChunkGroup == kOutputChunks) {
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared_address(&s.barriers.stage_empty[stage]));
-    }
-    wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < kChunkGroup; ++c) {
-      wgmma_m64k32_e4m3_rs(tile[c], a[c][0], weights, false);
-      wgmma_m64k32_e4m3_rs(tile[c], a[c][1], weights + 2, true);
-    }
-    wgmma_commit_group();
+    if (!kLoadAhead) load_group(raw, s, half, stage, group);
+    issue_group(tile, a, raw, weights);
+    if (last) release_pages(s, stage);
+    if (kLoadAhead && !last) load_group(raw, s, half, stage, group + kChunkGroup);
     wgmma_wait_group<0>();
 #pragma unroll
     for (int c = 0; c < kChunkGroup; ++c) {
@@ -120,7 +168,9 @@ __device__ __forceinline__ void output_block(Outputs& o, Storage& s, int half, u
     }
   }
   __syncwarp();
-  if (lane == 0) mbarrier_arrive(shared_address(&s.barriers.weights_empty[buffer]));
+  if ((threadIdx.x & 31) == 0) {
+    mbarrier_arrive(shared_address(&s.barriers.weights_empty[buffer]));
+  }
 }
 
 // [S9] Divide by L and store: bf16 where the split is the only one, fp32 partials otherwise.
@@ -169,12 +219,17 @@ __device__ __forceinline__ void output_role(const MlaDecodeParams& p, Storage& s
       const TraceOutput trace(p, split.req, block, half);
       MBARRIER_WAIT(shared_address(&s.barriers.weights_full[buffer.index]), buffer.phase);
       profile.mark(kProfileWaitWeights);
-      // The copy's own barrier makes its writes visible to this thread; it completed long ago.
-      MBARRIER_WAIT(shared_address(&s.barriers.stage_full[stage.index]), stage.phase);
+      // The copies' own barriers make their writes visible to this thread; they completed long ago.
+      unsigned pages[kPages];
+#pragma unroll
+      for (int page = 0; page < kPages; ++page) {
+        MBARRIER_WAIT(shared_address(&s.barriers.stage_full[stage.index]), stage.phase);
+        pages[page] = stage.index;
+        stage.advance();
+      }
       profile.mark(kProfileWaitStage);
-      output_block(o, s, half, stage.index, buffer.index, trace);
+      output_block(o, s, half, pages, buffer.index, trace);
       profile.mark(kProfileOutput);
-      stage.advance();
       buffer.advance();
     }
     MBARRIER_WAIT(shared_address(&s.barriers.sum_full), phase);

@@ -15,56 +15,110 @@ struct QueryFragments {
   unsigned rope[kRopeSteps][4];
 };
 
-// Load this warp's 16 rows. A step is 32 bytes of a row in both types, so both load alike.
-__device__ __forceinline__ void load_query(QueryFragments& q, const Stage& tile) {
+// One matrix of a fragment: 8 rows of this warp by 16 bytes of a step; this lane's address.
+__device__ __forceinline__ unsigned query_address(unsigned tile, int half, int unit) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
-  const int row = 16 * warp + (lane & 15);
-  const unsigned latent = shared_address(tile.latent) + row * 128;
-  const unsigned rope = shared_address(tile.rope) + row * 128;
+  const int row = kRowsPerWarp * warp + (lane & 7) + 8 * half;
+  return tile + row * 128 + ((unit ^ (row & 7)) << 4);
+}
+
+// Fragments of `kSteps` steps whose 32-byte pieces follow each other in 128-byte rows; a step is 32
+// bytes of a row in both types, so both load alike. Register i: row half i % 2, 16-byte half i / 2.
+template <int kSteps>
+__device__ __forceinline__ void load_fragments(unsigned (&a)[kSteps][4], unsigned tile) {
+  const int matrix = (threadIdx.x >> 3) & 3;
+  if constexpr (kHalves == 2) {
 #pragma unroll
-  for (int step = 0; step < kLatentSteps; ++step) {
-    const int unit = (2 * (step & 3) + (lane >> 4)) ^ (row & 7);
-    ldmatrix_x4(q.latent[step], latent + (step >> 2) * kChunkBytes + unit * 16);
-  }
+    for (int step = 0; step < kSteps; ++step) {
+      const int unit = 2 * (step & 3) + (matrix >> 1);
+      ldmatrix_x4(a[step], query_address(tile + (step >> 2) * kChunkBytes, matrix & 1, unit));
+    }
+  } else {
+    // The lower half's rows are zero: two steps a load.
 #pragma unroll
-  for (int step = 0; step < kRopeSteps; ++step) {
-    const int unit = (2 * step + (lane >> 4)) ^ (row & 7);
-    ldmatrix_x4(q.rope[step], rope + unit * 16);
+    for (int step = 0; step < kSteps; step += 2) {
+      unsigned r[4];
+      const int unit = 2 * (step & 3) + matrix;
+      ldmatrix_x4(r, query_address(tile + (step >> 2) * kChunkBytes, 0, unit));
+      a[step][0] = r[0];
+      a[step][2] = r[1];
+      a[step + 1][0] = r[2];
+      a[step + 1][2] = r[3];
+      a[step][1] = a[step][3] = a[step + 1][1] = a[step + 1][3] = 0;
+    }
   }
 }
 
-// Issue S = Q K^T for one stage as one commit group. The caller waits before touching `scores`.
-__device__ __forceinline__ void issue_scores(float (&scores)[kScores], const QueryFragments& q,
-                                             const Storage& s, unsigned stage) {
-  // Keeping the base uniform over the warp keeps the descriptors in uniform registers.
-  const unsigned base =
-      __shfl_sync(0xffffffffu, shared_address(s.stages[stage].latent), 0);
-  const unsigned long long key = wgmma_desc_sw128(base);
-  const unsigned long long key_rope = wgmma_desc_sw128(base + kLatentBytes);
-  wgmma_fence();
-  if constexpr (kQueryInRegisters) {
-#pragma unroll
-    for (int step = 0; step < kLatentSteps; ++step) {
-      const int offset = ((step >> 2) * kChunkBytes + (step & 3) * 32) >> 4;
-      wgmma_m64k32_e4m3_rs(scores, q.latent[step], key + offset, step != 0);
-    }
-#pragma unroll
-    for (int step = 0; step < kRopeSteps; ++step) {
-      wgmma_m64n64k16_bf16_rs(scores, q.rope[step], key_rope + step * 2, true);
-    }
-  } else {
-    const unsigned query_base = __shfl_sync(0xffffffffu, shared_address(s.stages[kStages].latent), 0);
-    const unsigned long long query = wgmma_desc_sw128(query_base);
-    const unsigned long long query_rope = wgmma_desc_sw128(query_base + kLatentBytes);
-#pragma unroll
-    for (int step = 0; step < kLatentSteps; ++step) {
-      const int offset = ((step >> 2) * kChunkBytes + (step & 3) * 32) >> 4;
-      wgmma_m64n64k32_e4m3_ss(scores, query + offset, key + offset, step != 0);
-    }
-#pragma unroll
-    for (int step = 0; step < kRopeSteps; ++step) {
-      wgmma_m64n64k16_bf16_ss(scores, query_rope + step * 2, key_rope + step * 2, true);
+__device__ __forceinline__ void load_query(QueryFragments& q, const Stage& tile) {
+  load_fragments<kLatentSteps>(q.latent, shared_address(tile.latent));
+  load_fragments<kRopeSteps>(q.rope, shared_address(tile.rope));
+}
+
+// S = Q K^T of one page, issued in pieces: the queue of the tensor core holds about five
+// instructions, so a warp that issues all twenty at once stands still until most have run.
+constexpr int kScoreSteps = kLatentSteps + kRopeSteps;
+constexpr int kScorePieces = 4;
+constexpr int kPieceSteps = kScoreSteps / kScorePieces;
+
+struct PageOperands {
+  unsigned long long key, key_rope, query, query_rope;
+
+  // Bases uniform over the warp keep the descriptors in uniform registers.
+  __device__ __forceinline__ PageOperands(const Storage& s, unsigned stage) {
+    const unsigned base = __shfl_sync(0xffffffffu, shared_address(s.stages[stage].latent), 0);
+    key = wgmma_desc_sw128(base);
+    key_rope = wgmma_desc_sw128(base + kLatentBytes);
+    if constexpr (!kQueryInRegisters) {
+      const unsigned at = __shfl_sync(0xffffffffu, shared_address(s.stages[kStages].latent), 0);
+      query = wgmma_desc_sw128(at);
+      query_rope = wgmma_desc_sw128(at + kLatentBytes);
     }
   }
+};
+
+// [S2] one step of the twenty, in order: e4m3 first, RoPE last.
+template <int kStep>
+__device__ __forceinline__ void issue_step(float (&scores)[kScores], const QueryFragments& q,
+                                           const PageOperands& at) {
+  if constexpr (kStep < kLatentSteps) {
+    constexpr int kOffset = ((kStep >> 2) * kChunkBytes + (kStep & 3) * 32) >> 4;
+    if constexpr (kQueryInRegisters) {
+      wgmma_m64k32_e4m3_rs(scores, q.latent[kStep], at.key + kOffset, kStep != 0);
+    } else {
+      wgmma_m64n64k32_e4m3_ss(scores, at.query + kOffset, at.key + kOffset, kStep != 0);
+    }
+  } else {
+    constexpr int kOffset = (kStep - kLatentSteps) * 2;
+    if constexpr (kQueryInRegisters) {
+      wgmma_m64n64k16_bf16_rs(scores, q.rope[kStep - kLatentSteps], at.key_rope + kOffset, true);
+    } else {
+      wgmma_m64n64k16_bf16_ss(scores, at.query_rope + kOffset, at.key_rope + kOffset, true);
+    }
+  }
+}
+
+template <int kStep, int kEnd>
+__device__ __forceinline__ void issue_steps(float (&scores)[kScores], const QueryFragments& q,
+                                            const PageOperands& at) {
+  issue_step<kStep>(scores, q, at);
+  if constexpr (kStep + 1 < kEnd) issue_steps<kStep + 1, kEnd>(scores, q, at);
+}
+
+// One piece; the first one opens the commit group and the last one closes it. The caller waits
+// before touching `scores`.
+template <int kPiece>
+__device__ __forceinline__ void issue_piece(float (&scores)[kScores], const QueryFragments& q,
+                                            const PageOperands& at) {
+  __syncwarp();  // keeps the compiler from gathering the pieces
+  if constexpr (kPiece == 0) wgmma_fence();
+  issue_steps<kPiece * kPieceSteps, (kPiece + 1) * kPieceSteps>(scores, q, at);
+  if constexpr (kPiece == kScorePieces - 1) wgmma_commit_group();
+}
+
+__device__ __forceinline__ void issue_scores(float (&scores)[kScores], const QueryFragments& q,
+                                             const Storage& s, unsigned stage) {
+  const PageOperands at(s, stage);
+  wgmma_fence();
+  issue_steps<0, kScoreSteps>(scores, q, at);
   wgmma_commit_group();
 }

@@ -7,10 +7,23 @@
 
 // Query rows that this variant computes: 16, 32 or 64 of the 64 rows of a tile; the rest are zero.
 constexpr int kRows = ROWS;
-constexpr int kBlockN = 64;  // tokens of a softmax block: one cache block
+// Tokens of a softmax block: one cache block (page), or two.
+constexpr int kBlockN = BLOCK_N;
+constexpr int kPages = kBlockN / kBlockSize;
 // Up to 32 rows leave registers for all of Q in the score warps, which frees shared-memory
 // bandwidth; at 64 rows the outputs need them.
 constexpr bool kQueryInRegisters = kRows <= 32;
+static_assert(kPages == 1 || !kQueryInRegisters, "two pages of scores beside Q do not fit");
+
+// Rows on the tensor core's 64: up to 32 rows are spread evenly over the four score warps, in the
+// upper half of each warp's 16, so that every warp has work and a thread has one row, not two.
+constexpr int kRowsPerWarp = kRows / 4;
+constexpr int kHalves = kRows <= 32 ? 1 : 2;  // rows of a score thread
+__device__ __forceinline__ int row_of(int warp, int lane, int half) {
+  return kRowsPerWarp * warp + (lane >> 2) + 8 * half;
+}
+// Lanes beyond a warp's rows repeat rows of the next warp; what they compute is dropped.
+__device__ __forceinline__ bool lane_has_rows(int lane) { return (lane >> 2) < kRowsPerWarp; }
 
 constexpr int kWarpgroup = 128;
 enum Role { kScoreRole = 0, kOutputLeftRole = 1, kOutputRightRole = 2, kProducerRole = 3 };
@@ -67,10 +80,10 @@ struct Stage {
 
 struct alignas(1024) Storage {
   Stage stages[5];  // kStages of the ring, then the Q tile where it stays
-  unsigned char weights[kBuffers][kTileM * kBlockN];  // P^T: [row][64 slots], 64-byte swizzle
-  float scale[kStages][kBlockN];                      // ks as loaded
-  float4 token_scale[kStages][kBlockN / 2];           // token pairs: ks, ks', lk, lk'
-  float2 token_inverse[kStages][kBlockN / 2];         // token pairs: rk, rk'
+  unsigned char weights[kBuffers][kTileM * kBlockN];  // P^T: [row][kBlockN slots], swizzled as wide
+  float scale[kStages][kBlockSize];                   // ks as loaded
+  float4 token_scale[kStages][kBlockSize / 2];        // token pairs: ks, ks', lk, lk'
+  float2 token_inverse[kStages][kBlockSize / 2];      // token pairs: rk, rk'
   float block_factor[kBuffers][kFactors];             // t of the rows
   float raise_factor[kBuffers][kFactors];             // r of the rows
   int raised[kBuffers][4];                            // by score warp: some r is not 1

@@ -7,8 +7,8 @@
 #include "mla_decode/storage.cuh"
 
 // Layout of the trace buffer in floats, a row tile after the other.
-constexpr int kTraceScores = 0;                                    // S [64][64]
-constexpr int kTraceWeights = kTraceScores + kTileM * kBlockN;     // e [64][64]
+constexpr int kTraceScores = 0;                                    // S [64][kBlockN]
+constexpr int kTraceWeights = kTraceScores + kTileM * kBlockN;     // e [64][kBlockN]
 constexpr int kTraceRows = kTraceWeights + kTileM * kBlockN;       // M n t r R [5][64]
 constexpr int kTraceSums = kTraceRows + 5 * kTileM;                // L [64][4]
 constexpr int kTraceChunk = kTraceSums + 4 * kTileM;               // T [64][512]
@@ -19,36 +19,50 @@ constexpr int kTraceFloats = kTraceOutput + kTileM * kKvLoraRank;
 struct TraceBlock {
   float* base = nullptr;
 
-  __device__ __forceinline__ TraceBlock(const MlaDecodeParams& p, int req, int block, int) {
+  __device__ __forceinline__ TraceBlock(const MlaDecodeParams& p, int req, int block) {
     if (req == p.trace_req && block == p.trace_block) {
       base = p.trace + static_cast<long long>(blockIdx.x) * kTraceFloats;
     }
   }
 
-  __device__ __forceinline__ void tile(int at, const float (&x)[32]) const {
+  __device__ __forceinline__ void tile(int at, const float (&x)[kPages][32]) const {
     const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
-    for (int i = 0; i < 32; ++i) {
-      const int row = 16 * warp + (lane >> 2) + 8 * ((i >> 1) & 1);
-      base[at + row * kBlockN + 8 * (i >> 2) + 2 * (lane & 3) + (i & 1)] = x[i];
+    for (int page = 0; page < kPages; ++page) {
+      for (int i = 0; i < 32; ++i) {
+        const int half = (i >> 1) & 1, row = row_of(warp, lane, half);
+        if (half >= kHalves || !lane_has_rows(lane)) continue;
+        const int token = kBlockSize * page + 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
+        base[at + row * kBlockN + token] = x[page][i];
+      }
     }
   }
 
-  __device__ __forceinline__ void scores(const float (&x)[32]) const {
+  __device__ __forceinline__ void scores(const float (&x)[kPages][32]) const {
     if (base) tile(kTraceScores, x);
   }
 
-  __device__ __forceinline__ void rows(const float (&top)[2], const float (&n)[2],
-                                       const float (&t)[2], const float (&r)[2],
-                                       const float (&reference)[2], const float (&sum)[2],
-                                       const float (&e)[32]) const {
-    if (!base) return;
-    tile(kTraceWeights, e);
+  __device__ __forceinline__ void rows(const float (&top)[kHalves], const float (&n)[kHalves],
+                                       const float (&t)[kHalves], const float (&r)[kHalves],
+                                       const float (&reference)[kHalves],
+                                       const float (&sum)[kHalves]) const {
     const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
-    for (int half = 0; half < 2; ++half) {
-      const int row = 16 * warp + (lane >> 2) + 8 * half;
+    if (!base || !lane_has_rows(lane)) return;
+    for (int half = 0; half < kHalves; ++half) {
+      const int row = row_of(warp, lane, half);
       const float values[5] = {top[half], n[half], t[half], r[half], reference[half]};
       for (int i = 0; i < 5; ++i) base[kTraceRows + i * kTileM + row] = values[i];
       base[kTraceSums + row * 4 + (lane & 3)] = sum[half];
+    }
+  }
+
+  // Each page's weights, just before their registers are used again.
+  __device__ __forceinline__ void weights(const float (&x)[32], int page) const {
+    const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
+    if (!base || !lane_has_rows(lane)) return;
+    for (int i = 0; i < 32; ++i) {
+      const int half = (i >> 1) & 1;
+      const int token = kBlockSize * page + 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
+      if (half < kHalves) base[kTraceWeights + row_of(warp, lane, half) * kBlockN + token] = x[i];
     }
   }
 };
@@ -78,11 +92,12 @@ struct TraceOutput {
 };
 #else
 struct TraceBlock {
-  __device__ __forceinline__ TraceBlock(const MlaDecodeParams&, int, int, int) {}
-  __device__ __forceinline__ void scores(const float (&)[32]) const {}
-  __device__ __forceinline__ void rows(const float (&)[2], const float (&)[2], const float (&)[2],
-                                       const float (&)[2], const float (&)[2], const float (&)[2],
-                                       const float (&)[32]) const {}
+  __device__ __forceinline__ TraceBlock(const MlaDecodeParams&, int, int) {}
+  __device__ __forceinline__ void scores(const float (&)[kPages][32]) const {}
+  __device__ __forceinline__ void weights(const float (&)[32], int) const {}
+  __device__ __forceinline__ void rows(const float (&)[kHalves], const float (&)[kHalves],
+                                       const float (&)[kHalves], const float (&)[kHalves],
+                                       const float (&)[kHalves], const float (&)[kHalves]) const {}
 };
 
 struct TraceOutput {

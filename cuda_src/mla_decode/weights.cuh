@@ -23,18 +23,21 @@ enum ScoreInterval {
 };
 using ScoreProfile = Profile<kScoreIntervals>;
 
-// A thread's two rows: 16 warp + lane / 4, and 8 below. Token columns: 8 j + 2 (lane % 4) + {0, 1}.
-struct RowPair {
-  float factor[2];     // c, [S0]
-  float reference[2];  // R
-  float row_sum[2];    // L of this lane
+using Scores = float[kPages][kScores];
+using PerRow = float[kHalves];
+
+// A thread's rows (row_of). Its token columns: 8 j + 2 (lane % 4) + {0, 1} of each page; element
+// 4 j + 2 half + pair of the accumulator.
+struct Rows {
+  PerRow factor;     // c, [S0]
+  PerRow reference;  // R
+  PerRow row_sum;    // L of this lane
 };
 
-// [S0] start of a split for this thread's rows.
-__device__ __forceinline__ void start_rows(RowPair& rows, const MlaDecodeParams& p, int req,
-                                           int row) {
+// [S0] start of a split for this thread's rows; `row` is the first one's place in the request.
+__device__ __forceinline__ void start_rows(Rows& rows, const MlaDecodeParams& p, int req, int row) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < kHalves; ++half) {
     const int at = row + 8 * half;
     const float scale =
         at < p.num_rows ? p.q_scale[static_cast<long long>(req) * p.num_rows + at] : 0.0f;
@@ -45,54 +48,64 @@ __device__ __forceinline__ void start_rows(RowPair& rows, const MlaDecodeParams&
 }
 
 // [S3] u = fma(S ks, c, lk), in place.
-__device__ __forceinline__ void scores_to_logits(float (&x)[kScores], const RowPair& rows,
+__device__ __forceinline__ void scores_to_logits(float (&x)[kScores], const Rows& rows,
                                                  const float4* token_scale) {
   const int lane = threadIdx.x & 3;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const float4 token = token_scale[4 * j + lane];
-    x[4 * j + 0] = __fmaf_rn(__fmul_rn(x[4 * j + 0], token.x), rows.factor[0], token.z);
-    x[4 * j + 1] = __fmaf_rn(__fmul_rn(x[4 * j + 1], token.y), rows.factor[0], token.w);
-    x[4 * j + 2] = __fmaf_rn(__fmul_rn(x[4 * j + 2], token.x), rows.factor[1], token.z);
-    x[4 * j + 3] = __fmaf_rn(__fmul_rn(x[4 * j + 3], token.y), rows.factor[1], token.w);
-  }
-}
-
-// [S3] visible u held within +-2^100, masked u = -inf. `limit` counts from the block's start.
-__device__ __forceinline__ void hold_and_mask(float (&u)[kScores], const int (&limit)[2]) {
-  const int lane = threadIdx.x & 3;
 #pragma unroll
-  for (int i = 0; i < kScores; ++i) {
-    const int token = 8 * (i >> 2) + 2 * lane + (i & 1);
-    const float held = clamp_keep_nan(u[i], -kLogitMax, kLogitMax);
-    u[i] = token < limit[(i >> 1) & 1] ? held : kNegInf;
-  }
-}
-
-// [S4] M of both rows.
-__device__ __forceinline__ void block_max(float (&top)[2], const float (&u)[kScores]) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float lane_top = kNegInf;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      lane_top = fmaxf(lane_top, fmaxf(u[4 * j + 2 * half], u[4 * j + 2 * half + 1]));
+    for (int half = 0; half < kHalves; ++half) {
+      float& first = x[4 * j + 2 * half];
+      float& second = x[4 * j + 2 * half + 1];
+      first = __fmaf_rn(__fmul_rn(first, token.x), rows.factor[half], token.z);
+      second = __fmaf_rn(__fmul_rn(second, token.y), rows.factor[half], token.w);
     }
-    top[half] = quad_max(lane_top);
   }
 }
 
-// [S5] e in place of u, and l of [S7].
-__device__ __forceinline__ void logits_to_weights(float (&x)[kScores], float (&lane_sum)[2],
-                                                  const float (&n)[2],
-                                                  const float2* token_inverse) {
+// [S3] visible u held within +-2^100, masked u = -inf. `limit` counts from the page's start.
+__device__ __forceinline__ void hold_and_mask(float (&u)[kScores], const int (&limit)[kHalves]) {
   const int lane = threadIdx.x & 3;
-  lane_sum[0] = lane_sum[1] = 0.0f;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2 * kHalves; ++i) {
+      const int token = 8 * j + 2 * lane + (i & 1);
+      float& logit = u[4 * j + i];
+      const float held = clamp_keep_nan(logit, -kLogitMax, kLogitMax);
+      logit = token < limit[i >> 1] ? held : kNegInf;
+    }
+  }
+}
+
+// [S4] M of the rows.
+__device__ __forceinline__ void block_max(PerRow& top, const Scores& u) {
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    float lane_top[2] = {kNegInf, kNegInf};  // two chains: the maximum has no order
+#pragma unroll
+    for (int page = 0; page < kPages; ++page) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float pair = fmaxf(u[page][4 * j + 2 * half], u[page][4 * j + 2 * half + 1]);
+        lane_top[j & 1] = fmaxf(lane_top[j & 1], pair);
+      }
+    }
+    top[half] = quad_max(fmaxf(lane_top[0], lane_top[1]));
+  }
+}
+
+// [S5] e in place of u, and the terms of l ([S7]), of a page's token groups kBegin .. kEnd - 1.
+template <int kBegin, int kEnd>
+__device__ __forceinline__ void logits_to_weights(float (&x)[kScores], PerRow& lane_sum,
+                                                  const PerRow& n, const float2* token_inverse) {
+  const int lane = threadIdx.x & 3;
+#pragma unroll
+  for (int j = kBegin; j < kEnd; ++j) {
     const float2 inverse = token_inverse[4 * j + lane];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       float& first = x[4 * j + 2 * half];
       float& second = x[4 * j + 2 * half + 1];
       first = ex2_approx_ftz(__fsub_rn(first, n[half]));
@@ -111,23 +124,30 @@ __device__ __forceinline__ unsigned pack_weights(const float (&e)[kScores], int 
   return low | (high << 16);
 }
 
-__device__ __forceinline__ void store_weights(unsigned char* tile, const float (&e)[kScores]) {
+// Shared address of 16 slots of a row of a P tile: rows of kBlockN bytes, swizzled as wide.
+__device__ __forceinline__ unsigned weights_address(const unsigned char* tile, int row, int unit) {
+  const int swizzle = kPages == 1 ? (row >> 1) & 3 : row & 7;
+  return shared_address(tile) + row * kBlockN + ((unit ^ swizzle) << 4);
+}
+
+__device__ __forceinline__ void store_weights(unsigned char* tile, const float (&e)[kScores],
+                                              int page) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = 16 * warp + 8 * half + (lane & 7);
-    const unsigned unit = (lane >> 3) ^ ((row >> 1) & 3);
-    stmatrix_x4(shared_address(tile) + row * 64 + unit * 16, pack_weights(e, 0, half),
+  for (int half = 0; half < kHalves; ++half) {
+    int row = kRowsPerWarp * warp + 8 * half + (lane & 7);
+    // Rows that are another warp's land in the tile's unused part.
+    if (kRowsPerWarp < 8 && (lane & 7) >= kRowsPerWarp) row = 32 + 8 * warp + (lane & 7);
+    stmatrix_x4(weights_address(tile, row, 4 * page + (lane >> 3)), pack_weights(e, 0, half),
                 pack_weights(e, 1, half), pack_weights(e, 2, half), pack_weights(e, 3, half));
   }
 }
 
 // [S6] and [S7]: raise the references, update L; t and r for the output warps.
-__device__ __forceinline__ void update_rows(RowPair& rows, const float (&top)[2],
-                                            const float (&n)[2], const float (&lane_sum)[2],
-                                            float (&t)[2], float (&r)[2]) {
+__device__ __forceinline__ void update_rows(Rows& rows, const PerRow& top, const PerRow& n,
+                                            const PerRow& lane_sum, PerRow& t, PerRow& r) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < kHalves; ++half) {
     const bool raise = top[half] > __fadd_rn(rows.reference[half], kRaiseThreshold);
     r[half] = raise ? ex2_approx_ftz(__fsub_rn(rows.reference[half], top[half])) : 1.0f;
     rows.reference[half] = raise ? top[half] : rows.reference[half];
@@ -138,71 +158,36 @@ __device__ __forceinline__ void update_rows(RowPair& rows, const float (&top)[2]
   }
 }
 
-// Wait until the output warps have read the buffer. Score warps without rows wait too: one that ran
-// ahead would arrive for a later block in the place of a warp that is still at this one.
-__device__ __forceinline__ void wait_buffer(Storage& s, const Ring<kBuffers>& ring) {
-  MBARRIER_WAIT(shared_address(&s.barriers.weights_empty[ring.index]), ring.phase ^ 1);
-}
-
-// Hand P, t and r of a block to the output warps.
-__device__ __forceinline__ void publish_weights(Storage& s, const Ring<kBuffers>& ring,
-                                                const float (&e)[kScores], const float (&t)[2],
-                                                const float (&r)[2], bool first,
-                                                ScoreProfile& profile) {
+// t and r of a block for the output warps. r is written also where this warp's rows stay: another
+// warp's raise makes all of it read. Nothing needs scaling before the first block.
+__device__ __forceinline__ void store_factors(Storage& s, unsigned buffer, const PerRow& t,
+                                              const PerRow& r, bool first) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
-  const bool raised = __any_sync(0xffffffffu, r[0] != 1.0f || r[1] != 1.0f) && !first;
-  profile.mark(kProfileSoftmax);
-  wait_buffer(s, ring);
-  profile.mark(kProfileWaitBuffer);
-  store_weights(s.weights[ring.index], e);
-  if ((lane & 3) == 0) {
-    const int row = 16 * warp + (lane >> 2);
-    s.block_factor[ring.index][factor_index(row)] = t[0];
-    s.block_factor[ring.index][factor_index(row + 8)] = t[1];
-    // r is written also where this warp's rows stay: another warp's raise makes all of it read.
-    s.raise_factor[ring.index][factor_index(row)] = r[0];
-    s.raise_factor[ring.index][factor_index(row + 8)] = r[1];
+  bool rose = false;
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    rose |= r[half] != 1.0f;
+    if ((lane & 3) != 0 || !lane_has_rows(lane)) continue;
+    const int at = factor_index(row_of(warp, lane, half));
+    s.block_factor[buffer][at] = t[half];
+    s.raise_factor[buffer][at] = r[half];
   }
-  if (lane == 0) s.raised[ring.index][warp] = raised;
-  fence_proxy_async_shared();
-}
-
-// [S3]..[S7] of one block. `limit` is where each row's visible tokens end, from the block's start;
-// `masked`: some row of the CTA does not see the whole block.
-__device__ __forceinline__ void softmax_block(float (&x)[kScores], RowPair& rows, Storage& s,
-                                              unsigned stage, const Ring<kBuffers>& ring,
-                                              const int (&limit)[2], bool masked, bool first,
-                                              const TraceBlock& trace, ScoreProfile& profile) {
-  float top[2], n[2], lane_sum[2], t[2], r[2];
-  trace.scores(x);
-  scores_to_logits(x, rows, s.token_scale[stage]);
-  block_max(top, x);
-  // Holding changes nothing while the maximum is moderate; a NaN maximum cannot occur.
-  const bool extreme = !(fabsf(top[0]) < kLogitSafe && fabsf(top[1]) < kLogitSafe);
-  if (masked || __any_sync(0xffffffffu, extreme)) {
-    hold_and_mask(x, limit);
-    block_max(top, x);
-  }
-  n[0] = top[0] == kNegInf ? 0.0f : __fsub_ru(top[0], kLog2Fp8Max);
-  n[1] = top[1] == kNegInf ? 0.0f : __fsub_ru(top[1], kLog2Fp8Max);
-  logits_to_weights(x, lane_sum, n, s.token_inverse[stage]);
-  update_rows(rows, top, n, lane_sum, t, r);
-  publish_weights(s, ring, x, t, r, first, profile);
-  trace.rows(top, n, t, r, rows.reference, rows.row_sum, x);
+  const bool raised = __any_sync(0xffffffffu, rose && lane_has_rows(lane)) && !first;
+  if (lane == 0) s.raised[buffer][warp] = raised;
 }
 
 // [S9] 1 / L for the output warps, and the rows' lse.
-__device__ __forceinline__ void finish_rows(const RowPair& rows, const MlaDecodeParams& p,
-                                            Storage& s, const Split& split, int row) {
+__device__ __forceinline__ void finish_rows(const Rows& rows, const MlaDecodeParams& p, Storage& s,
+                                            const Split& split, int row) {
   const int lane = threadIdx.x & 31;
   const int first_split = p.num_splits[split.req];
   const bool single = p.num_splits[split.req + 1] - first_split == 1;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < kHalves; ++half) {
     const float total = quad_sum(rows.row_sum[half]);
     const bool empty = total == 0.0f;
     const int at = row + 8 * half;
-    if ((lane & 3) != 0) continue;
+    if ((lane & 3) != 0 || !lane_has_rows(lane)) continue;
     s.sum_inverse[factor_index(at & (kTileM - 1))] = empty ? 0.0f : __frcp_rn(total);
     const float lse2 = empty ? kNegInf : __fadd_rn(rows.reference[half], log2_soft(total));
     if (at >= p.num_rows) continue;
@@ -216,16 +201,16 @@ __device__ __forceinline__ void finish_rows(const RowPair& rows, const MlaDecode
   }
 }
 
-// One step of the score pipeline: S of the next block is computed while this one is weighted.
+// The blocks of a split, in order.
 struct ScoreLoop {
   const MlaDecodeParams& p;
   Storage& s;
-  RowPair rows;
-  int row;     // this thread's first row within the request
-  int limit[2];
-  int min_limit;  // of the CTA's rows
-  Ring<kStages> stage;     // of the block whose scores are issued next
-  Ring<kBuffers> buffer;   // of the block that is weighted next
+  Rows rows;
+  int row;             // this thread's first row within the request
+  int limit[kHalves];  // where each row's visible tokens end
+  int min_limit;       // the least of the CTA's rows
+  Ring<kStages> stage;    // of the page whose scores are issued next
+  Ring<kBuffers> buffer;  // of the block that is weighted next
   ScoreProfile profile;
 
   // The split's Q tile: into registers, which frees its place in the ring (the output warps' share
@@ -245,33 +230,16 @@ struct ScoreLoop {
     }
   }
 
-  __device__ __forceinline__ void issue(float (&scores)[kScores], const QueryFragments& q) {
+  // Start S of the next page; returns its stage.
+  __device__ __forceinline__ unsigned issue(float (&scores)[kScores], const QueryFragments& q) {
+    profile.mark(kProfileSoftmax);
     MBARRIER_WAIT(shared_address(&s.barriers.tokens_ready[stage.index]), stage.phase);
     profile.mark(kProfileWaitTokens);
-    issue_scores(scores, q, s, stage.index);
+    const unsigned at = stage.index;
+    issue_scores(scores, q, s, at);
     stage.advance();
     profile.mark(kProfileIssue);
-  }
-
-  // Weight block `block`, whose scores are in `x` and whose tokens are in `from`.
-  __device__ __forceinline__ void weigh(float (&x)[kScores], unsigned from, int block,
-                                        const Split& split) {
-    const int start = block * kBlockN;
-    const int local[2] = {limit[0] - start, limit[1] - start};
-    const bool active = ((threadIdx.x >> 5) & 3) * 16 < kRows;
-    if (active) {
-      const TraceBlock trace(p, split.req, block, row);
-      softmax_block(x, rows, s, from, buffer, local, start + kBlockN > min_limit,
-                    block == split.begin, trace, profile);
-    } else {
-      wait_buffer(s, buffer);
-    }
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) {
-      mbarrier_arrive(shared_address(&s.barriers.weights_full[buffer.index]));
-    }
-    buffer.advance();
-    profile.mark(kProfilePublish);
+    return at;
   }
 
   __device__ __forceinline__ void wait_scores() {
@@ -279,33 +247,151 @@ struct ScoreLoop {
     profile.mark(kProfileWaitScores);
   }
 
-  __device__ __forceinline__ void run(const QueryFragments& q, const Split& split) {
-    const int count = split.end - split.begin;
-    if (count == 0) return;
-    float even[kScores], odd[kScores];
-    unsigned from = stage.index;
-    issue(even, q);
+  // [S3], [S4]: M and n of u, held and masked where that matters.
+  __device__ __forceinline__ void find_max(Scores& x, int block, PerRow& top, PerRow& n) {
+    const int start = block * kBlockN;
+    block_max(top, x);
+    // Holding changes nothing while the maximum is moderate; a NaN maximum cannot occur.
+    bool extreme = false;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) extreme |= !(fabsf(top[half]) < kLogitSafe);
+    const bool masked = start + kBlockN > min_limit;
+    if (masked || __any_sync(0xffffffffu, extreme)) {
+#pragma unroll
+      for (int page = 0; page < kPages; ++page) {
+        int local[kHalves];
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+          local[half] = limit[half] - start - page * kBlockSize;
+        }
+        hold_and_mask(x[page], local);
+      }
+      block_max(top, x);
+    }
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      n[half] = top[half] == kNegInf ? 0.0f : __fsub_ru(top[half], kLog2Fp8Max);
+    }
+  }
+
+  // [S6], [S7] and the hand-over of the block.
+  __device__ __forceinline__ void weigh_end(const PerRow& top, const PerRow& n,
+                                            const PerRow& lane_sum, bool first,
+                                            const TraceBlock& trace) {
+    PerRow t, r;
+    update_rows(rows, top, n, lane_sum, t, r);
+    profile.mark(kProfileSoftmax);
+    store_factors(s, buffer.index, t, r, first);
+    fence_proxy_async_shared();
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) {
+      mbarrier_arrive(shared_address(&s.barriers.weights_full[buffer.index]));
+    }
+    buffer.advance();
+    trace.rows(top, n, t, r, rows.reference, rows.row_sum);
+    profile.mark(kProfilePublish);
+  }
+
+  __device__ __forceinline__ void wait_buffer() {
+    profile.mark(kProfileSoftmax);
+    MBARRIER_WAIT(shared_address(&s.barriers.weights_empty[buffer.index]), buffer.phase ^ 1);
+    profile.mark(kProfileWaitBuffer);
+  }
+
+  // One page a block: weight `x` while S of the next page is issued into `next`, piece by piece.
+  template <bool kNext>
+  __device__ __forceinline__ void weigh_page(Scores& x, unsigned& from, Scores& next, int block,
+                                             const Split& split, const QueryFragments& q) {
+    const TraceBlock trace(p, split.req, block);
+    PerRow top, n, lane_sum = {};
+    trace.scores(x);
+    const unsigned own = from;
+    if constexpr (kNext) {
+      profile.mark(kProfileSoftmax);
+      MBARRIER_WAIT(shared_address(&s.barriers.tokens_ready[stage.index]), stage.phase);
+      profile.mark(kProfileWaitTokens);
+      from = stage.index;
+      stage.advance();
+    }
+    const PageOperands at(s, from);
+    if constexpr (kNext) issue_piece<0>(next[0], q, at);
+    scores_to_logits(x[0], rows, s.token_scale[own]);
+    if constexpr (kNext) issue_piece<1>(next[0], q, at);
+    find_max(x, block, top, n);
+    if constexpr (kNext) issue_piece<2>(next[0], q, at);
+    logits_to_weights<0, 4>(x[0], lane_sum, n, s.token_inverse[own]);
+    if constexpr (kNext) issue_piece<3>(next[0], q, at);
+    logits_to_weights<4, 8>(x[0], lane_sum, n, s.token_inverse[own]);
+    trace.weights(x[0], 0);
+    wait_buffer();
+    store_weights(s.weights[buffer.index], x[0], 0);
+    weigh_end(top, n, lane_sum, block == split.begin, trace);
+    if constexpr (kNext) wait_scores();
+  }
+
+  __device__ __forceinline__ void run_double(const QueryFragments& q, const Split& split) {
+    Scores even, odd;
+    unsigned from = issue(even[0], q);
     wait_scores();
     int block = split.begin;
 #pragma unroll 1
     for (; block + 2 < split.end; block += 2) {
-      unsigned next = stage.index;
-      issue(odd, q);
-      weigh(even, from, block, split);
-      wait_scores();
-      from = stage.index;
-      issue(even, q);
-      weigh(odd, next, block + 1, split);
-      wait_scores();
+      weigh_page<true>(even, from, odd, block, split, q);
+      weigh_page<true>(odd, from, even, block + 1, split, q);
     }
     if (block + 1 < split.end) {
-      const unsigned next = stage.index;
-      issue(odd, q);
-      weigh(even, from, block, split);
-      wait_scores();
-      weigh(odd, next, block + 1, split);
+      weigh_page<true>(even, from, odd, block, split, q);
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) even[0][i] = odd[0][i];  // one copy of the last block's code
+      ++block;
+    }
+    weigh_page<false>(even, from, odd, block, split, q);
+  }
+
+  // Two pages a block: S of the next block replaces each page's weights as soon as these are
+  // stored, so the tensor core works while the rest is weighted.
+  template <bool kNext>
+  __device__ __forceinline__ void weigh_pages(Scores& x, unsigned (&from)[kPages], int block,
+                                              const Split& split, const QueryFragments& q) {
+    const TraceBlock trace(p, split.req, block);
+    PerRow top, n, lane_sum = {};
+    trace.scores(x);
+#pragma unroll
+    for (int page = 0; page < kPages; ++page) {
+      scores_to_logits(x[page], rows, s.token_scale[from[page]]);
+    }
+    find_max(x, block, top, n);
+#pragma unroll
+    for (int page = 0; page < kPages; ++page) {
+      logits_to_weights<0, 8>(x[page], lane_sum, n, s.token_inverse[from[page]]);
+      trace.weights(x[page], page);
+      if (page == 0) wait_buffer();
+      store_weights(s.weights[buffer.index], x[page], page);
+      if constexpr (kNext) from[page] = issue(x[page], q);
+    }
+    weigh_end(top, n, lane_sum, block == split.begin, trace);
+    if constexpr (kNext) wait_scores();
+  }
+
+  __device__ __forceinline__ void run_single(const QueryFragments& q, const Split& split) {
+    Scores x;
+    unsigned from[kPages];
+#pragma unroll
+    for (int page = 0; page < kPages; ++page) from[page] = issue(x[page], q);
+    wait_scores();
+#pragma unroll 1
+    for (int block = split.begin; block + 1 < split.end; ++block) {
+      weigh_pages<true>(x, from, block, split, q);
+    }
+    weigh_pages<false>(x, from, split.end - 1, split, q);
+  }
+
+  __device__ __forceinline__ void run(const QueryFragments& q, const Split& split) {
+    if (split.begin == split.end) return;
+    if constexpr (kPages == 1) {
+      run_double(q, split);
     } else {
-      weigh(even, from, block, split);
+      run_single(q, split);
     }
   }
 };
@@ -313,25 +399,27 @@ struct ScoreLoop {
 __device__ __forceinline__ void score_role(const MlaDecodeParams& p, Storage& s) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
   const int first_row = blockIdx.x * kTileM;
-  ScoreLoop loop{p, s, {}, first_row + 16 * warp + (lane >> 2)};
+  ScoreLoop loop{p, s, {}, first_row + row_of(warp, lane, 0)};
   Schedule schedule(p);
   Split split;
   QueryFragments q;
   unsigned phase = 0;
   while (schedule.next(split)) {
     start_rows(loop.rows, p, split.req, loop.row);
-    loop.limit[0] = row_limit(p, loop.row, split.seqlen);
-    loop.limit[1] = row_limit(p, loop.row + 8, split.seqlen);
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      loop.limit[half] = row_limit(p, loop.row + 8 * half, split.seqlen);
+    }
     loop.min_limit = row_limit(p, first_row, split.seqlen);
     loop.take_query(q, phase);
     loop.profile.mark(kProfileSplit);
     loop.run(q, split);
-    if (!kQueryInRegisters) {
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared_address(&s.barriers.query_empty));
+    __syncwarp();
+    if (!kQueryInRegisters && lane == 0) {
+      mbarrier_arrive(shared_address(&s.barriers.query_empty));
     }
-    MBARRIER_WAIT(shared_address(&s.barriers.sum_empty), phase ^ 1);  // without rows, too: as above
-    if (warp * 16 < kRows) finish_rows(loop.rows, p, s, split, loop.row);
+    MBARRIER_WAIT(shared_address(&s.barriers.sum_empty), phase ^ 1);
+    finish_rows(loop.rows, p, s, split, loop.row);
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared_address(&s.barriers.sum_full));
     phase ^= 1;

@@ -39,8 +39,8 @@ class DeviceBuffer:
             with device_context(self.device_index), relaxed_capture():
                 call("cuMemFree", pointer)
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the driver may be gone at interpreter exit
+    def __del__(self, suppress: Any = contextlib.suppress) -> None:
+        with suppress(Exception):  # the driver (and this module) may be gone at interpreter exit
             self.free()
 
 
@@ -73,8 +73,8 @@ class PinnedBuffer:
             with device_context(self.device_index), relaxed_capture():
                 call("cuMemFreeHost", pointer)
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
+    def __del__(self, suppress: Any = contextlib.suppress) -> None:
+        with suppress(Exception):
             self.free()
 
 
@@ -175,6 +175,6 @@ class Stream:
             with device_context(self.device_index):
                 call("cuStreamDestroy", handle)
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
+    def __del__(self, suppress: Any = contextlib.suppress) -> None:
+        with suppress(Exception):
             self.close()

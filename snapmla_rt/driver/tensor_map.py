@@ -11,7 +11,8 @@ import functools
 from collections.abc import Sequence
 
 from ..errors import ArgumentError
-from .check import bindings, call, initialise
+from .check import bindings, call
+from .device import device_context
 
 TENSOR_MAP_BYTES = 128
 # element type -> (driver's name, bytes)
@@ -40,6 +41,7 @@ def encode_tiled(
     *,
     swizzle: str = "128B",
     l2_promotion: str = "256B",
+    device_index: int = 0,
 ) -> bytes:
     """The 128-byte descriptor of a tiled tensor map; out-of-bounds elements read as zero.
 
@@ -47,10 +49,18 @@ def encode_tiled(
     dims: 1 to 5 sizes in elements, innermost first. strides_bytes: one per dimension but the
     innermost, multiples of 16. box: elements a load brings, 1..256 each; its innermost extent is a
     multiple of 16 bytes and no wider than the swizzle. address: 16-byte aligned, global memory.
-    Raises ArgumentError naming the argument; CudaError where the driver refuses.
+    device_index: the GPU of the memory. Raises ArgumentError naming the argument; CudaError where
+    the driver refuses.
     """
     return _encode(
-        element, address, tuple(dims), tuple(strides_bytes), tuple(box), swizzle, l2_promotion
+        element,
+        address,
+        tuple(dims),
+        tuple(strides_bytes),
+        tuple(box),
+        swizzle,
+        l2_promotion,
+        device_index,
     )
 
 
@@ -96,28 +106,30 @@ def _encode(
     box: tuple[int, ...],
     swizzle: str,
     l2_promotion: str,
+    device_index: int,
 ) -> bytes:
     _check(element, address, dims, strides, box, swizzle)
     if l2_promotion not in _L2_PROMOTIONS:
         raise ArgumentError("l2_promotion", f"one of {sorted(_L2_PROMOTIONS)}", repr(l2_promotion))
-    initialise()
     driver = bindings()
 
     def enum(kind: str, prefix: str, name: str) -> object:
         return getattr(getattr(driver, kind), f"CU_TENSOR_MAP_{prefix}_{name}")
 
-    encoded = call(
-        "cuTensorMapEncodeTiled",
-        enum("CUtensorMapDataType", "DATA_TYPE", _ELEMENTS[element][0]),
-        len(dims),
-        address,
-        [driver.cuuint64_t(dim) for dim in dims],
-        [driver.cuuint64_t(stride) for stride in strides],
-        [driver.cuuint32_t(extent) for extent in box],
-        [driver.cuuint32_t(1) for _ in dims],
-        enum("CUtensorMapInterleave", "INTERLEAVE", "NONE"),
-        enum("CUtensorMapSwizzle", "SWIZZLE", _SWIZZLES[swizzle][0]),
-        enum("CUtensorMapL2promotion", "L2_PROMOTION", _L2_PROMOTIONS[l2_promotion]),
-        enum("CUtensorMapFloatOOBfill", "FLOAT_OOB_FILL", "NONE"),
-    )
+    # The driver checks the address in the current context, so there must be one of that device.
+    with device_context(device_index):
+        encoded = call(
+            "cuTensorMapEncodeTiled",
+            enum("CUtensorMapDataType", "DATA_TYPE", _ELEMENTS[element][0]),
+            len(dims),
+            address,
+            [driver.cuuint64_t(dim) for dim in dims],
+            [driver.cuuint64_t(stride) for stride in strides],
+            [driver.cuuint32_t(extent) for extent in box],
+            [driver.cuuint32_t(1) for _ in dims],
+            enum("CUtensorMapInterleave", "INTERLEAVE", "NONE"),
+            enum("CUtensorMapSwizzle", "SWIZZLE", _SWIZZLES[swizzle][0]),
+            enum("CUtensorMapL2promotion", "L2_PROMOTION", _L2_PROMOTIONS[l2_promotion]),
+            enum("CUtensorMapFloatOOBfill", "FLOAT_OOB_FILL", "NONE"),
+        )
     return ctypes.string_at(int(encoded.getPtr()), TENSOR_MAP_BYTES)

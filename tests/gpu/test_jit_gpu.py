@@ -371,7 +371,8 @@ def test_cupy_arrays_and_streams(loader: KernelLoader) -> None:
 # --- Processes and times -----------------------------------------------------------------------
 
 SCRIPT = """
-import os, sys, time
+import faulthandler, os, sys, time
+faulthandler.enable()
 import numpy as np
 sys.path.insert(0, {tests!r})
 start = time.perf_counter()
@@ -403,7 +404,10 @@ def in_child(work):
         except BaseException as error:
             print(type(error).__name__, error, flush=True)
         os._exit(code)
-    return os.waitpid(child, 0)[1]
+    status = os.waitpid(child, 0)[1]
+    if status:
+        print("child ended with", status, flush=True)
+    return status
 """
 
 
