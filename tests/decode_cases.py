@@ -292,6 +292,9 @@ def draw(seed: int, block_n: tuple[int, ...] = (64,)) -> DecodeSpec:
     # The reference's cost is rows x tokens: keep a case near 0.3 s.
     budget = int(400_000 / (heads * seq_len_q + 64))
     lengths = _draw_lengths(rng, max(budget, 130))
+    if rng.random() < 0.03:  # a few long ones: many rounds of every ring, and real balancing
+        heads, seq_len_q = min(heads, 32), 1
+        lengths = (int(rng.integers(2000, 12_001)), int(rng.choice(EDGES)))
     plain = rng.random() < 0.3
     pattern = "loud_tokens" if plain else str(rng.choice(PATTERNS))
     magnitude = float(rng.choice([1.0, 10.0]) if plain else rng.choice(MAGNITUDES))

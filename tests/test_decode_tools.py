@@ -1,0 +1,201 @@
+"""The decode tools without a GPU: what the fuzzer draws and how it shrinks, what the benchmark asks
+for, and that both know the peers' recorded cases."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+import accuracy_gpu
+import bench_mla_decode
+import fuzz_decode
+import numpy as np
+import pytest
+from bench_decode_data import Case
+from decode_cases import (
+    LAYOUTS,
+    PATTERNS,
+    DecodeSpec,
+    build,
+    draw,
+    planes_of,
+    smaller,
+    solve,
+)
+
+
+def test_drawn_cases_reach_every_kind() -> None:
+    """The first thousand seeds: every pattern, layout, cut and variant, lengths at edges, small."""
+    specs = [draw(seed, (64, 128)) for seed in range(1000)]
+    assert {spec.pattern for spec in specs} == set(PATTERNS)
+    assert {spec.layout for spec in specs} == set(LAYOUTS)
+    assert {spec.num_splits for spec in specs} == {None, *range(1, 9)}
+    assert {spec.block_n for spec in specs} == {64, 128}
+    assert {spec.causal for spec in specs} == {True, False}
+    assert any(spec.batch_invariant for spec in specs)
+    rows = {spec.num_heads_q * spec.seq_len_q for spec in specs}
+    assert min(rows) == 1 and max(rows) > 128 and {16, 32, 64, 128} <= rows
+    lengths = [length for spec in specs for length in spec.lengths]
+    assert {0, 1, 63, 64, 65, 127, 128, 129} <= set(lengths)
+    long = [length for length in lengths if length > 1500]
+    assert 0 < len(long) < len(specs) / 20 and max(long) <= 12_000
+    cost = [sum(spec.lengths) * (spec.num_heads_q * spec.seq_len_q + 64) for spec in specs]
+    assert np.mean(cost) < 400_000, "about a third of a second each in the reference"
+
+
+def test_a_case_is_the_same_everywhere() -> None:
+    """Built twice, the same bytes; unused slots are NaN and unused table entries absurd."""
+    for layout in LAYOUTS:
+        spec = DecodeSpec(4, 3, 1, (70, 0, 5), layout=layout)
+        first, second = build(spec), build(spec)
+        for one, two in zip(first.buffers, second.buffers, strict=True):
+            assert (one == two).all()
+        for plane, again in zip(first.paged, planes_of(first.buffers, layout), strict=True):
+            assert plane.strides == again.strides and np.shares_memory(plane, again)
+        seen = int(np.isfinite(first.paged[1]).sum())
+        assert seen == 75, "one scale a token"
+        used = np.arange(first.block_table.shape[1]) * 64 < first.cache_seqlens[:, None]
+        assert (first.block_table[used] < first.paged[0].shape[0]).all()
+        absurd = first.block_table[~used]
+        assert ((absurd < 0) | (absurd >= first.paged[0].shape[0])).all()
+
+
+def test_shrinking_keeps_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up fault that needs 3 requests of more than 64 tokens and more than one head."""
+
+    def compare(one: Any) -> tuple[int, str]:
+        spec = one.spec
+        bad = sum(length > 64 for length in spec.lengths) >= 3 and spec.num_heads_q > 1
+        return (7, "made up") if bad else (0, "")
+
+    monkeypatch.setattr(fuzz_decode, "compare_on_gpu", compare)
+    monkeypatch.setattr(fuzz_decode, "solve", lambda spec: type("One", (), {"spec": spec})())
+    start = DecodeSpec(5, 40, 2, (300, 65, 0, 1, 200, 9), pattern="wide", num_splits=3)
+    small = fuzz_decode.shrink(start, 60)
+    assert len(small.lengths) == 3 and all(64 < length < 130 for length in small.lengths)
+    assert 1 < small.num_heads_q < 4 and small.pattern == "normal" and small.num_splits is None
+    assert all(trial != small for trial in smaller(small))
+
+
+def test_a_difference_is_counted_and_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One byte of one case differs: the run goes on, the file says so, the exit code is 1."""
+
+    def solved(pool: Any, specs: Any) -> Any:
+        return map(solve, specs)
+
+    def compare(one: Any) -> tuple[int, str]:
+        return (1, "made up") if one.spec.seed == 1 else (0, "")
+
+    class NoPool:
+        def __enter__(self) -> NoPool:
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+
+    small = {seed: DecodeSpec(seed, 2, 1, (3,)) for seed in range(3)}
+    monkeypatch.setattr(fuzz_decode, "draw", lambda seed, blocks=(): small[seed])
+    monkeypatch.setattr(fuzz_decode, "compare_on_gpu", compare)
+    monkeypatch.setattr(fuzz_decode, "solved", solved)
+    monkeypatch.setattr(fuzz_decode, "worker_pool", lambda workers: NoPool())
+    monkeypatch.setattr(fuzz_decode, "machine", lambda index: {"gpu": "none", "driver": "none"})
+    out = tmp_path / "result.json"
+    options = ["--cases", "3", "--no-grid", "--out", str(out), "--commit", "abc"]
+    assert fuzz_decode.main(options) == 1
+    result = json.loads(out.read_text())
+    assert (result["cases"], result["differing_bytes"], result["differing_cases"]) == (3, 1, 1)
+    assert result["seed"] == 0 and result["commit"] == "abc" and "seed=1" in result["failures"][0]
+
+
+# --- The benchmark and the peers -----------------------------------------------------------------
+
+
+def test_the_table_is_what_was_asked_for() -> None:
+    cases = bench_mla_decode.table_cases()
+    assert len(cases) == 27 and len(set(cases)) == 27
+    assert Case(16, 1, 128, 8192) in cases and Case(128, 2, 8, 131072) in cases
+    one = Case(16, 1, 128, 8192)
+    assert one.kv_bytes == 128 * 8192 * 644 and one.flops == 2 * 128 * 16 * 8192 * 1088
+
+
+def fake_run() -> Any:
+    run = object.__new__(bench_mla_decode.Run)
+    run.peers = json.loads(bench_mla_decode.PEERS.read_text())
+    run.yardsticks = type("Fixed", (), {"read_gbps": staticmethod(lambda nbytes: 4500.0)})()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("case", "us", "met"),
+    [
+        (Case(16, 1, 128, 8192), 100.0, "aim"),
+        (Case(16, 1, 128, 8192), 160.0, "must"),
+        (Case(16, 1, 128, 8192), 200.0, "missed"),
+        (Case(128, 1, 8, 131072), 330.0, "missed"),
+        (Case(128, 1, 8, 131072), 300.0, "must"),
+        (Case(64, 1, 1, 131072), 31.0, "aim"),
+        (Case(64, 1, 1, 131072), 46.0, "missed"),
+        (Case(64, 1, 128, 4096), 153.6 / 1.6, "must"),
+        (Case(64, 1, 128, 4096), 153.6 / 1.4, "missed"),
+    ],
+)
+def test_targets(case: Case, us: float, met: str, capsys: pytest.CaptureFixture[str]) -> None:
+    row = fake_run().row(case, us, "burst")
+    assert row["met"] == met, row
+    assert met in capsys.readouterr().out
+
+
+def test_the_peers_cover_the_table() -> None:
+    """Every row of the table but the short contexts of 512 tokens has the peers beside it."""
+    run = fake_run()
+    for case in bench_mla_decode.table_cases():
+        found = run.peer(case, "burst")
+        assert found or case.context == 512, case
+    for h, s_q in bench_mla_decode.TARGETS:
+        assert run.peer(Case(h, s_q, 128, 8192), "sustained"), (h, s_q)
+
+
+def test_accuracy_cases_are_the_peers() -> None:
+    """Every case that the peers were measured on is measured, and lies beside theirs."""
+    recorded = json.loads(accuracy_gpu.PEERS.read_text())["accuracy"]
+    wanted = {(row["case"], row["b"], row["context"]) for row in recorded}
+    ours = {(c.name, c.b, c.context) for c in accuracy_gpu.cases(False) if not c.plan}
+    assert ours == wanted
+    flat = [case for case in accuracy_gpu.cases(False) if case.plan]
+    assert {case.context for case in flat} == {8192, 32768, 131072}
+
+
+def test_accumulating_in_place_drifts() -> None:
+    """The model of the paper's accumulation loses more the longer the context, on values of one
+    sign, and next to nothing over one block."""
+    from snapmla_rt.reference.numerics import e4m3_from_f32, f32_from_e4m3
+
+    rng = np.random.default_rng(0)
+    gains = []
+    for tokens in (64, 1024, 8192):
+        codes = e4m3_from_f32((100 * (0.5 + rng.standard_normal((tokens, 16)))).astype(np.float32))
+        values = f32_from_e4m3(codes).astype(np.float64)
+        weights = np.ones((4, tokens))
+        got = accuracy_gpu._accumulate_in_place(weights, codes, e4m3_from_f32) / tokens
+        exact = np.repeat(values.mean(axis=0, keepdims=True), 4, axis=0)
+        gains.append(float(((got - exact) * exact).sum() / (exact * exact).sum()))
+    assert abs(gains[0]) < 1e-3 and gains[2] < -0.02 and gains[2] < gains[1] < 0, gains
+
+
+def test_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import bench_plots
+
+    row = {"section": "table", "read_gbps": 4500, "tflops": 700.0, "us": 200.0, "h": 16, "s_q": 1}
+    rows = [
+        {**row, "b": 128, "context": 8192, "flash_mla_bf16_us": 287.3},
+        {**row, "b": 32, "context": 16384, "section": "heads"},
+    ]
+    yardsticks = {"cublas_fp8_8192_fast_accum_tflops": 1500.0}
+    bench_plots.draw({"gpu": "none", "rows": rows, "yardsticks": yardsticks}, tmp_path)
+    assert len(list(tmp_path.glob("*.png"))) == 2
