@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from poison import poison_block_table, poisoned_cache
+from strategies import shuffled_block_table, slots_of
+
 from snapmla_rt.reference.append_kv import append_kv
 from snapmla_rt.reference.attention_fp64 import dequantise, dequantise_cache, e4m3_table
 from snapmla_rt.reference.mla_decode import Splits, mla_decode, mla_decode_splits
 from snapmla_rt.reference.numerics import f32_from_bf16
 from snapmla_rt.reference.plan_decode import plan_decode
 from snapmla_rt.reference.quantize_q import quantize_q
-from strategies import shuffled_block_table, slots_of
+from snapmla_rt.reference.tensor_core import compiled_available
 
 SOFTMAX_SCALE = 192**-0.5  # DeepSeek's
 # Ids that other engines leave in unused entries: an id far beyond any cache, padding, INT_MIN.
@@ -32,6 +34,14 @@ BF16_REL = 2.0**-8  # unit roundoff of bf16 (8 significant bits), normal results
 LN2 = float(np.log(2.0))
 
 F64 = NDArray[np.float64]
+
+# Without a C compiler the same rules run in NumPy, 50 times slower: the same tests on less data.
+COMPILED = compiled_available()
+
+
+def examples(count: int) -> int:
+    """Hypothesis examples of a test: fewer without the compiled tensor core."""
+    return count if COMPILED else max(count // 5, 5)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from decode_tools import (
     decode,
     decode_splits,
     dequantised,
+    examples,
     request_operands,
     score_bound,
 )
@@ -85,7 +86,7 @@ small_cases = decode_cases(max_heads=2, max_seq_len_q=8, max_length=193, max_mag
 
 
 @given(case=small_cases, block_n=st.sampled_from([64, 128]))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_every_step_is_within_its_own_rounding(case: DecodeCase, block_n: int) -> None:
     _, _, _, requests = trace_of(case, block_n)
     for request in requests:
@@ -193,7 +194,7 @@ def check_promotion(
 
 
 @given(case=small_cases, block_n=st.sampled_from([64, 128]))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_the_whole_is_within_the_sum_of_the_parts(case: DecodeCase, block_n: int) -> None:
     """out and lse against attention in float64 on the dequantised inputs.
 
@@ -252,7 +253,7 @@ def whole_bound(request: Request, values: F64) -> tuple[F64, F64]:
 
 
 @given(case=small_cases, block_n=st.sampled_from([64, 128]))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_the_trace_is_what_was_computed(case: DecodeCase, block_n: int) -> None:
     """S and T from the trace's operands, and O, L, out and lse from its pieces, bit for bit."""
     c, out, lse, requests = trace_of(case, block_n)

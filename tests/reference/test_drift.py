@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from snapmla_rt.reference.tensor_core import compiled_available
 from tools.accuracy import Measured, flat_inputs
 
 LIMIT = 1e-3  # mean signed relative error
@@ -27,7 +28,7 @@ def check(t: float, tokens: int, heads: int, block_n: int) -> None:
 @pytest.mark.parametrize("block_n", [64, 128])
 @pytest.mark.parametrize("t", SIZES)
 def test_8k_tokens_unsplit(t: float, block_n: int) -> None:
-    check(t, 8192, 16, block_n)
+    check(t, 8192, 16 if compiled_available() else 2, block_n)
 
 
 @pytest.mark.slow
