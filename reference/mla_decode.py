@@ -26,6 +26,10 @@ paper keeps O and L in the newest block's domain; here they stay in the domain o
 rises, and a block's scale is applied once, in fp32, when its T is promoted ([S8]). Nothing can
 overflow however the logits move, no quantised P is ever rescaled, and the tensor core's 14-bit
 accumulator never holds more than one block.
+
+Limits, finite all the same: a token whose weight times scale is below 2^-116 of the row's largest
+leaves the row sum (exp2 flushes it; latents of 1e9 beside an all-zero token get there), and a logit
+whose S * ks passes the fp32 range is held at +-2^100 even if c would have made it small.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -235,3 +236,23 @@ def test_bad_plan_config_is_named(name: str, change: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError) as caught:
         PlanConfig(16, 1, num_splits=2, **change)
     assert caught.value.name == name
+
+
+@given(
+    seqlens=seqlens_lists(12),
+    num_sms=st.integers(1, 20),
+    mode=st.sampled_from([{"num_splits": 3}, {"batch_invariant": 128}]),
+)
+def test_fixed_splits_go_to_parts_by_the_middle_of_their_cost(
+    seqlens: list[int], num_sms: int, mode: dict[str, Any]
+) -> None:
+    """[L3] restated with exact fractions: the part whose share of the total holds the middle."""
+    lengths = np.array(seqlens, np.int32)
+    plan = plan_decode(lengths, 64, 1, num_sms=num_sms, **mode)
+    work = splits_of(plan, lengths)
+    costs = [end - begin + plan.config.overhead_blocks for _, _, begin, end in work]
+    share, before, expected = Fraction(sum(costs), num_sms), 0, [0] * num_sms
+    for cost in costs:
+        expected[(before + Fraction(cost, 2)) // share] += cost
+        before += cost
+    assert part_costs(plan, lengths) == expected
