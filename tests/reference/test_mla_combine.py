@@ -77,7 +77,7 @@ def test_one_split_beside_empty_ones_passes_unchanged() -> None:
     """So a request that its mask leaves one split has the bytes of a request with one split."""
     o = values(0, 3)
     lse2 = np.array([[-INF] * 3, [1.25, -7.5, 300.0], [-INF] * 3], np.float32)
-    bits, lse = mla_combine(o * np.float32([[[0]], [[1]], [[0]]]), lse2)
+    bits, lse = mla_combine(o * np.array([[[0]], [[1]], [[0]]], np.float32), lse2)
     assert_same_bytes("out", bits, bf16_from_f32(o[1]))
     assert_same_bytes("lse", lse, natural_lse(lse2[1]))
 
