@@ -131,6 +131,71 @@ class ReferenceBackend:
         return self._cache
 
 
+class CudaBackend:
+    """The kernels on a Hopper GPU, through the public calls; every stage is waited for and timed."""
+
+    name = "cuda"
+
+    def __init__(self, block_n: int, scale_rounding: str) -> None:
+        from . import api, array
+        from .backend import resolve_backend
+        from .driver.device import device_info
+        from .driver.memory import synchronize
+
+        _, self._device = resolve_backend("cuda", {})
+        self._api, self._array, self._synchronize = api, array, synchronize
+        self._block_n = block_n
+        self._scale_rounding = scale_rounding
+        self.detail = device_info(self._device).name
+        self.times = StageTimes()
+
+    @contextmanager
+    def _measure(self, stage: str) -> Iterator[None]:
+        with self.times.measure(stage):
+            yield
+            self._synchronize(0, self._device)
+
+    def _upload(self, host: NDArray[Any]) -> Any:
+        return self._array.to_device(np.ascontiguousarray(host), self._device).view()
+
+    def allocate(self, num_blocks: int) -> None:
+        shapes = (
+            ((num_blocks, BLOCK_SIZE, KV_LORA_RANK), ml_dtypes.float8_e4m3fn),
+            ((num_blocks, BLOCK_SIZE), np.float32),
+            ((num_blocks, BLOCK_SIZE, QK_ROPE_HEAD_DIM), ml_dtypes.bfloat16),
+        )
+        self._cache = tuple(self._upload(np.zeros(shape, dtype)) for shape, dtype in shapes)
+
+    def append(self, kv_c: NDArray[Any], k_pe: NDArray[Any], slots: NDArray[Any]) -> None:
+        tokens = self._upload(kv_c), self._upload(k_pe)
+        where = self._upload(slots)
+        with self._measure("append_kv"):
+            self._api.append_kv(*tokens, *self._cache, where, scale_rounding=self._scale_rounding)
+
+    def decode(
+        self,
+        q: NDArray[Any],
+        block_table: NDArray[np.int32],
+        cache_seqlens: NDArray[np.int32],
+        softmax_scale: float,
+    ) -> Decoded:
+        _, seq_len_q, num_heads, _ = q.shape
+        given, table, seqlens = (self._upload(x) for x in (q, block_table, cache_seqlens))
+        with self._measure("quantize_q"):
+            query = self._api.quantize_q(given, scale_rounding=self._scale_rounding)
+        with self._measure("plan_decode"):
+            plan = self._api.plan_decode(seqlens, num_heads, seq_len_q, block_n=self._block_n)
+        with self._measure("mla_decode + mla_combine"):
+            out, lse = self._api.mla_decode(
+                *query, *self._cache, table, seqlens, plan, softmax_scale
+            )
+        return Decoded(out.numpy(), lse.numpy(), tuple(part.numpy() for part in query))
+
+    def cache_on_host(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        codes, scale, rope = (self._array.to_host(plane) for plane in self._cache)
+        return codes, scale, rope
+
+
 def make_backend(name: str, block_n: int, scale_rounding: str) -> Backend:
     """The backend called `name`; "auto" takes CUDA where it can run, else the reference.
 
@@ -148,5 +213,5 @@ def make_backend(name: str, block_n: int, scale_rounding: str) -> Backend:
 
 
 def _cuda_backend(block_n: int, scale_rounding: str) -> Backend:
-    """The backend on `snapmla_rt.api`."""
-    raise UnsupportedDeviceError("backend 'cuda': this version has no CUDA kernels yet")
+    """The backend on `snapmla_rt.api`; a function of its own so that tests can take it away."""
+    return CudaBackend(block_n, scale_rounding)
