@@ -132,7 +132,7 @@ class ReferenceBackend:
 
 
 class CudaBackend:
-    """The kernels on a Hopper GPU, through the public calls; every stage is waited for and timed."""
+    """The kernels on a Hopper GPU, through the public calls; each stage is waited for and timed."""
 
     name = "cuda"
 
@@ -185,10 +185,9 @@ class CudaBackend:
             query = self._api.quantize_q(given, scale_rounding=self._scale_rounding)
         with self._measure("plan_decode"):
             plan = self._api.plan_decode(seqlens, num_heads, seq_len_q, block_n=self._block_n)
+        arrays: tuple[Any, ...] = (*query, *self._cache, table, seqlens)
         with self._measure("mla_decode + mla_combine"):
-            out, lse = self._api.mla_decode(
-                *query, *self._cache, table, seqlens, plan, softmax_scale
-            )
+            out, lse = self._api.mla_decode(*arrays, plan=plan, softmax_scale=softmax_scale)
         return Decoded(out.numpy(), lse.numpy(), tuple(part.numpy() for part in query))
 
     def cache_on_host(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
