@@ -185,9 +185,11 @@ class CudaBackend:
             query = self._api.quantize_q(given, scale_rounding=self._scale_rounding)
         with self._measure("plan_decode"):
             plan = self._api.plan_decode(seqlens, num_heads, seq_len_q, block_n=self._block_n)
-        arrays: tuple[Any, ...] = (*query, *self._cache, table, seqlens)
+        (nope, rope, scale), (latent, k_scale, k_rope) = query, self._cache
         with self._measure("mla_decode + mla_combine"):
-            out, lse = self._api.mla_decode(*arrays, plan=plan, softmax_scale=softmax_scale)
+            out, lse = self._api.mla_decode(
+                *(nope, rope, scale, latent, k_scale, k_rope, table, seqlens, plan), softmax_scale
+            )
         return Decoded(out.numpy(), lse.numpy(), tuple(part.numpy() for part in query))
 
     def cache_on_host(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
