@@ -31,6 +31,7 @@ _PUBLIC = {
     "plan_decode": "api",
     "decode_workspace_size": "api",
     "mla_decode": "api",
+    "bind_mla_decode": "api",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -7,12 +7,20 @@ plan_decode, once a step, and mla_decode, once a layer, decode (`api_plan.py`, `
 from __future__ import annotations
 
 from .api_data import AppendWorkspace, append_kv, prepare, quantize_q, quantize_q_parts
-from .api_decode import decode_workspace_size, mla_decode, plan_decode
+from .api_decode import (
+    BoundDecode,
+    bind_mla_decode,
+    decode_workspace_size,
+    mla_decode,
+    plan_decode,
+)
 from .api_fetch import fetch_dequant, fetch_dequant_ranges
 
 __all__ = [
     "AppendWorkspace",
+    "BoundDecode",
     "append_kv",
+    "bind_mla_decode",
     "decode_workspace_size",
     "fetch_dequant",
     "fetch_dequant_ranges",

@@ -9,13 +9,15 @@ arguments is first seen) the kernels check block ids, bound their waits and pois
 slower, same bytes.
 
 Repeated calls. A call is prepared once for each set of addresses, shapes and strides; a call with
-the same ones only looks it up and launches. Memory is not kept alive by that.
+the same ones only looks it up and launches. Memory is not kept alive by that. bind_mla_decode
+leaves out the look-up as well, for arrays that stay where they are.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 from .api_plan import decode_workspace_size, host_stays, plan_decode
@@ -32,10 +34,11 @@ from .decode_call import (
 )
 from .decode_launch import PlanOnDevice, workspace_layout
 from .driver.launch import LAST_DEFAULT_STREAM
+from .errors import ArgumentError
 from .plan import DecodePlan
 from .tensor import resolve_stream, stream_handle
 
-__all__ = ["decode_workspace_size", "mla_decode", "plan_decode"]
+__all__ = ["BoundDecode", "bind_mla_decode", "decode_workspace_size", "mla_decode", "plan_decode"]
 
 # --- mla_decode ----------------------------------------------------------------------------------
 
@@ -110,6 +113,67 @@ def mla_decode(
     return results if return_lse else results[0]
 
 
+@dataclass(frozen=True)
+class BoundDecode:
+    """One mla_decode call with everything fixed: calling it enqueues it again.
+
+    out, lse: the arrays that every call writes. The arrays of the call are kept alive; whatever
+    they hold at the time of a call is read. Thread-safe, as far as the caller's arrays are.
+    """
+
+    out: Any
+    lse: Any
+    launches: tuple[Any, ...] = field(repr=False)
+    arrays: tuple[Any, ...] = field(repr=False)
+
+    def __call__(self) -> None:
+        """Enqueue the call. Raises CudaError for a refused launch."""
+        for launch in self.launches:
+            launch()
+
+
+def bind_mla_decode(
+    q_nope: Any,
+    q_rope: Any,
+    q_scale: Any,
+    ckv_cache: Any,
+    k_scale_cache: Any,
+    k_rope_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    plan: DecodePlan,
+    softmax_scale: float,
+    *,
+    causal: bool = True,
+    out: Any = None,
+    lse: Any = None,
+    workspace: Any = None,
+    stream: Any = None,
+) -> BoundDecode:
+    """mla_decode checked and prepared once, for arrays in GPU memory that do not move.
+
+    Arguments as in mla_decode; nothing is enqueued yet. The stream is fixed with the rest:
+    `stream`, or the one that mla_decode would use now. For host code that must be short: a call of the result
+    is the launches alone. Raises ArgumentError as mla_decode does, and for host arrays.
+    """
+    given = (
+        *(q_nope, q_rope, q_scale, ckv_cache, k_scale_cache, k_rope_cache),
+        *(block_table, cache_seqlens),
+    )
+    target = Target(out, lse, workspace, True, stream)
+    named = checked_inputs(given, stream)
+    batch, seq_len_q, heads = named["q_scale"].shape
+    check_plan(plan, batch, heads, seq_len_q)
+    scalars = check_numbers(plan, softmax_scale, causal)
+    _, index = resolve_backend("cuda", named)
+    if named["q_nope"].device_type != "cuda":
+        raise ArgumentError("q_nope", "an array on a GPU", named["q_nope"].device)
+    handle = resolve_stream(stream, list(named.values()), index)
+    call = prepare_call(named, plan, scalars, target, handle)
+    kept = (*given, plan, call.out, call.lse, call.workspace)
+    return BoundDecode(call.out, call.lse, call.launches, kept)
+
+
 # --- mla_decode: repeated calls with torch tensors ------------------------------------------------
 
 
@@ -172,23 +236,23 @@ def _torch_key(
     """Everything that the launches depend on. An address belongs to one device of the process."""
     a, b, c, d, e, f, g, h = given
     out, lse, workspace = own
+    # Written out flat: this is most of what a repeated call costs.
+    # fmt: off
     return (
-        planned,
-        stream,
-        softmax_scale,
-        causal,
-        *(a.data_ptr(), a.shape, a.dtype, a.is_contiguous() or a.stride()),
-        *(b.data_ptr(), b.shape, b.dtype, b.is_contiguous() or b.stride()),
-        *(c.data_ptr(), c.shape, c.dtype, c.is_contiguous() or c.stride()),
-        *(d.data_ptr(), d.shape, d.dtype, d.is_contiguous() or d.stride()),
-        *(e.data_ptr(), e.shape, e.dtype, e.is_contiguous() or e.stride()),
-        *(f.data_ptr(), f.shape, f.dtype, f.is_contiguous() or f.stride()),
-        *(g.data_ptr(), g.shape, g.dtype, g.is_contiguous() or g.stride()),
-        *(h.data_ptr(), h.shape, h.dtype, h.is_contiguous() or h.stride()),
-        *(out.data_ptr(), out.shape, out.dtype, out.is_contiguous() or out.stride()),
+        planned, stream, softmax_scale, causal,
+        a.data_ptr(), a.shape, a.dtype, a.is_contiguous() or a.stride(),
+        b.data_ptr(), b.shape, b.dtype, b.is_contiguous() or b.stride(),
+        c.data_ptr(), c.shape, c.dtype, c.is_contiguous() or c.stride(),
+        d.data_ptr(), d.shape, d.dtype, d.is_contiguous() or d.stride(),
+        e.data_ptr(), e.shape, e.dtype, e.is_contiguous() or e.stride(),
+        f.data_ptr(), f.shape, f.dtype, f.is_contiguous() or f.stride(),
+        g.data_ptr(), g.shape, g.dtype, g.is_contiguous() or g.stride(),
+        h.data_ptr(), h.shape, h.dtype, h.is_contiguous() or h.stride(),
+        out.data_ptr(), out.shape, out.dtype, out.is_contiguous() or out.stride(),
         None if lse is None else (lse.data_ptr(), lse.shape, lse.dtype, lse.is_contiguous()),
         None if workspace is None else (workspace.data_ptr(), workspace.nbytes),
     )
+    # fmt: on
 
 
 def _allocate_torch(

@@ -338,3 +338,27 @@ def test_max_seqlen_bounds_the_workspace(run: Callable[[str], None]) -> None:
         assert api.decode_workspace_size(without) == 3 * 512 * 20 * (2048 + 4) + 240
         """
     )
+
+
+def test_a_bound_call(run: Callable[[str], None]) -> None:
+    """The same launches as the call's, prepared once; its arrays are kept."""
+    run(
+        """
+        given = arrays()
+        plan = api.plan_decode(given[7], 20, 1)
+        SENT.clear()
+        bound = api.bind_mla_decode(*given, plan, 0.5, causal=False)
+        assert not SENT and bound.out.shape == (3, 1, 20, 512)
+        bound(); bound()
+        assert [s.name for s in SENT] == ["mla_decode", "mla_combine"] * 2
+        assert SENT[0].causal == 0 and SENT[0].out == bound.out.ptr and SENT[0].lse == bound.lse.ptr
+        assert all(any(array is kept for kept in bound.arrays) for array in given)
+        other = list(given); other[7] = tensor((2,), torch.int32)
+        raises(lambda: api.bind_mla_decode(*other, plan, 0.5), "cache_seqlens")
+        SENT.clear()
+        api.mla_decode(*given, plan, 0.5, causal=False, out=bound.out, lse=bound.lse)
+        want = vars(SENT[0]); SENT.clear(); bound()
+        differ = {k for k in want if want[k] != vars(SENT[0])[k]}
+        assert differ == {"o_accum", "lse_accum"}, differ
+        """
+    )

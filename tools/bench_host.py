@@ -94,6 +94,8 @@ def measure(torch: Any, b: int, h: int, context: int) -> dict[str, Any]:
     def key_alone() -> None:
         api_decode._look_up(given, plan, 0.04, True, out, lse, room, True, None)  # type: ignore[arg-type]
 
+    bind: Any = api.bind_mla_decode
+    bound = bind(*given, plan, 0.04, **everything)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         all_given()
@@ -102,6 +104,7 @@ def measure(torch: Any, b: int, h: int, context: int) -> dict[str, Any]:
         "results and workspace allocated": none_given,
         "new query tensors": fresh_queries,
         "look-up alone": key_alone,
+        "bound": bound,
         "launches alone": launches_alone,
         "plan_decode": plan_again,
         "graph": graph.replay,

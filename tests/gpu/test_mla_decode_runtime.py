@@ -17,6 +17,7 @@ from decode_cases import SOFTMAX_SCALE, DecodeCase, DecodeSpec, build, draw
 from decode_gpu import OnGpu, Result, put, report, run
 
 from snapmla_rt import api
+from snapmla_rt.array import to_host
 from snapmla_rt.decode_select import VARIANTS
 from snapmla_rt.driver import memory
 from snapmla_rt.driver.device import device_count
@@ -160,6 +161,24 @@ def test_torch_calls_allocate_nothing_when_all_is_given() -> None:
         api.plan_decode(arguments[7], PLAIN.num_heads_q, PLAIN.seq_len_q, out=plan)
         mla_decode(*arguments, plan, PLAIN.softmax_scale, out=out, lse=lse, workspace=room)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_bound_calls() -> None:
+    """A bound call gives the call's bytes each time, and reads what its arrays hold by then."""
+    on_gpu, other = OnGpu(build(PLAIN)), OnGpu(build(replace(PLAIN, seed=12)))
+    want = on_gpu.decode()
+    bind: Any = api.bind_mla_decode
+    out, lse = on_gpu.results()
+    bound = bind(*on_gpu.arguments, on_gpu.plan(), PLAIN.softmax_scale, out=out, lse=lse)
+    kept = [put(to_host(part)) for part in on_gpu.query]
+    for source, same in ((other.query, False), (kept, True)):
+        for mine, theirs in zip(on_gpu.query, source, strict=True):
+            memory.copy_on_device(mine.ptr, theirs.ptr, mine.nbytes, 0, 0)
+        for target, fresh in zip((out, lse), on_gpu.results(), strict=True):
+            memory.copy_on_device(target.ptr, fresh.ptr, fresh.nbytes, 0, 0)
+        bound()
+        got = to_host(out).view(np.uint16), to_host(lse)
+        assert (report(got, want) is None) == same
 
 
 def test_torch_strided_queries() -> None:
