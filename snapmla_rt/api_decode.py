@@ -153,8 +153,8 @@ def bind_mla_decode(
     """mla_decode checked and prepared once, for arrays in GPU memory that do not move.
 
     Arguments as in mla_decode; nothing is enqueued yet. The stream is fixed with the rest:
-    `stream`, or the one that mla_decode would use now. For host code that must be short: a call of the result
-    is the launches alone. Raises ArgumentError as mla_decode does, and for host arrays.
+    `stream`, or the one that mla_decode would use now. For host code that must be short: a call of
+    the result is the launches alone. Raises ArgumentError as mla_decode does, and for host arrays.
     """
     given = (
         *(q_nope, q_rope, q_scale, ckv_cache, k_scale_cache, k_rope_cache),
