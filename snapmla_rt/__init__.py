@@ -32,6 +32,7 @@ _PUBLIC = {
     "decode_workspace_size": "api",
     "mla_decode": "api",
     "bind_mla_decode": "api",
+    "merge_states": "api",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -77,9 +77,10 @@ def mla_decode(
     (divided by its scale), q_scale f32 [b, s_q, h]. Cache, as append_kv fills it, in blocks of 64
     tokens: ckv_cache e4m3 [num_blocks, 64, 512], k_scale_cache f32 [num_blocks, 64], k_rope_cache
     bf16 [num_blocks, 64, 64] (divided by the scale); separate arrays or planes of one buffer of
-    records: any block stride that is a multiple of 16 bytes, each block contiguous. e4m3 may be
-    uint8 and bf16 uint16. block_table int32 [b, n]: entries past a request's length are not read.
-    cache_seqlens int32 [b]: tokens with the s_q new ones, at most 64 n. plan: of plan_decode, from
+    records: any block stride that is a multiple of 16 bytes, each block contiguous (ckv_cache:
+    tokens any multiple of 16 bytes apart). e4m3 may be uint8 and bf16 uint16. block_table int32
+    [b, n]: entries past a request's length are not read. cache_seqlens int32 [b]: tokens with the
+    s_q new ones, at most 64 n. plan: of plan_decode, from
     these lengths and this h and s_q. softmax_scale: any positive float, on q k before the softmax.
     causal: query s of s_q sees the first cache_seqlens - s_q + s + 1 tokens; False: all.
 

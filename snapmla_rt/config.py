@@ -127,3 +127,13 @@ def check_scale_rounding(scale_rounding: str) -> str:
     if scale_rounding not in SCALE_ROUNDINGS:
         raise ArgumentError("scale_rounding", f"one of {SCALE_ROUNDINGS}", repr(scale_rounding))
     return scale_rounding
+
+
+LSE_BASES = ("e", "2")
+
+
+def check_lse_base(lse_base: str) -> str:
+    """`lse_base` if it is one of LSE_BASES, else ArgumentError."""
+    if lse_base not in LSE_BASES:
+        raise ArgumentError("lse_base", f"one of {LSE_BASES}", repr(lse_base))
+    return lse_base

@@ -302,7 +302,7 @@ def _tensor_maps(arrays: DecodeArrays) -> tuple[bytes, bytes, bytes, bytes]:
         "uint8",
         arrays.ckv.ptr,
         (LATENT_CHUNK, BLOCK_SIZE, KV_LORA_RANK // LATENT_CHUNK, blocks),
-        (KV_LORA_RANK, LATENT_CHUNK, block_stride(arrays.ckv)),
+        (arrays.ckv.strides[1], LATENT_CHUNK, block_stride(arrays.ckv)),
         (LATENT_CHUNK, BLOCK_SIZE, KV_LORA_RANK // LATENT_CHUNK, 1),
     )
     rope = encode_tiled(

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING
 from . import config, cuda_src
 from .data_kernels import DATA_SPECS
 from .decode_kernels import DECODE_SPECS
+from .dropin_kernels import DROPIN_SPECS
 from .jit.loader import KernelLoader
 from .jit.spec import KernelSpec, KernelTable
 
@@ -72,7 +73,7 @@ CONSTANTS = (
     "INVARIANT_SPLIT_TOKENS",
 )
 
-SPECS: tuple[KernelSpec, ...] = (*DECODE_SPECS, *DATA_SPECS)
+SPECS: tuple[KernelSpec, ...] = (*DECODE_SPECS, *DATA_SPECS, *DROPIN_SPECS)
 
 
 def _source_root() -> Path:
