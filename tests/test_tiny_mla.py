@@ -1,4 +1,4 @@
-"""The small model of tools/train_tiny_mla.py: its decode path and its emulated caches (needs torch).
+"""The small model of tools/train_tiny_mla.py: its decode path and emulated caches (needs torch).
 
 The emulation in torch is held to reference/quant_configs.py, whose quantisers and attention are
 held to the oracle in tests/reference/test_quant_configs.py.

@@ -5,11 +5,11 @@ What runs, on the same weights, prompts and code but for the attention:
     bf16                       queries, cache and P in bf16: what FlashMLA computes
     snapmla, snapmla_pow2      this project's calls: append_kv, quantize_q, plan_decode, mla_decode
     A, A_split, B, C, D, ...   reference/quant_configs.py in torch: the cache of that configuration,
-                               queries and P in e4m3 as SnapMLA has them (tests hold it to that file)
+                               queries and P in e4m3 as SnapMLA has them (a test compares the two)
 
-Prompts are prefilled by the model itself in bf16; the caches then hold what it left there. Measured:
-perplexity and the distance of the distributions over held-out text, one decode step a byte; and
-2,000 greedy tokens, both running freely and asked again along the text that BF16 wrote.
+Prompts are prefilled by the model itself in bf16; the caches then hold what it left there.
+Measured: perplexity and the distance of the distributions over held-out text, one decode step a
+byte; and 2,000 greedy tokens, both running freely and asked again along the text that BF16 wrote.
 """
 
 from __future__ import annotations

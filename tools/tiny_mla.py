@@ -128,7 +128,7 @@ class Layer(nn.Module):
 
 
 class TinyMLA(nn.Module):
-    """The model. Residual stream in float32; weights float32 (training) or bf16 (`for_decoding`)."""
+    """The model: residual stream in float32, weights in float32 or, `for_decoding`, in bf16."""
 
     def __init__(self, config: TinyConfig) -> None:
         super().__init__()

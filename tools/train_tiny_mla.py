@@ -1,4 +1,4 @@
-"""Train a small MLA language model on real text, capture its activations, measure what FP8 costs it.
+"""Train a small MLA language model on real text, capture it, measure what FP8 costs it.
 
     apt-get download python3.11-doc && dpkg-deb -x python3.11-doc_*.deb DOC
     python tools/train_tiny_mla.py prepare DOC            writes .tiny_mla/ (ignored by git)
@@ -210,7 +210,7 @@ def train(
         if step % 20 == 0 or step == 1:
             value = float(
                 loss.detach()
-            )  # waits for the GPU, so that the budget is one of real time
+            )  # waits for the GPU: the budget is real time
             curve.append({"step": step, "bytes": seen, "length": length, "loss": round(value, 4)})
             if step % 100 == 0 or step == 1:
                 log(f"step {step:5d}  {seen / 1e6:6.2f} MB  loss {value:.4f} nats a byte")
