@@ -125,10 +125,11 @@ __device__ __forceinline__ void token_role(const MlaDecodeParams& p, Storage& s)
   Ring<kStages> ring;
   while (schedule.next(split)) {
     if constexpr (kQueryInRegisters) {
-      // A Q tile in the ring passes every barrier of its place, or their phases would part.
-      const unsigned place = ring.index;
-      skip_query(s, ring);
-      announce_tokens(s, place);
+      // A Q tile in the ring passes every barrier of its place. The score warps free it only after
+      // this, so the wait cannot be overtaken by the next phase.
+      MBARRIER_WAIT(shared_address(&s.barriers.stage_full[ring.index]), ring.phase);
+      announce_tokens(s, ring.index);
+      ring.advance();
     }
     const int limit = row_limit(p, first_row, split.seqlen);
     for (int page = split.begin * kPages; page < split.end * kPages; ++page) {

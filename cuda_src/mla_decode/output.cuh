@@ -213,7 +213,8 @@ __device__ __forceinline__ void output_role(const MlaDecodeParams& p, Storage& s
   unsigned phase = 0;
   while (schedule.next(split)) {
     Outputs o = {};
-    skip_query(s, stage);
+    // The Q tile's place in the ring; not waited for: nothing here would keep it from its next phase.
+    if (kQueryInRegisters) stage.advance();
 #pragma unroll 1
     for (int block = split.begin; block < split.end; ++block) {
       const TraceOutput trace(p, split.req, block, half);

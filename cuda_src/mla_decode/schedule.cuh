@@ -58,12 +58,3 @@ class Schedule {
 __device__ __forceinline__ int row_limit(const MlaDecodeParams& p, int row, int seqlen) {
   return p.causal ? seqlen - (p.seq_len_q - 1 - row / p.num_heads_q) : seqlen;
 }
-
-// Pass over the Q tile at the head of a split, where it takes a place of the ring. It is waited for
-// so that nobody can be a whole phase ahead of its barrier.
-__device__ __forceinline__ void skip_query(Storage& s, Ring<kStages>& ring) {
-  if constexpr (kQueryInRegisters) {
-    MBARRIER_WAIT(shared_address(&s.barriers.stage_full[ring.index]), ring.phase);
-    ring.advance();
-  }
-}

@@ -217,6 +217,8 @@ struct ScoreLoop {
   // of the arrivals included), or just there.
   __device__ __forceinline__ void take_query(QueryFragments& q, unsigned phase) {
     if constexpr (kQueryInRegisters) {
+      // The token warps have passed this place: had they not, freeing it could let them be lapped.
+      MBARRIER_WAIT(shared_address(&s.barriers.tokens_ready[stage.index]), stage.phase);
       MBARRIER_WAIT(shared_address(&s.barriers.stage_full[stage.index]), stage.phase);
       load_query(q, s.stages[stage.index]);
       __syncwarp();
