@@ -137,6 +137,16 @@ def is_capturing(stream: int, device_index: int) -> bool:
     return status != bindings().CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
+def capture_id(stream: int, device_index: int) -> int:
+    """A number that names the capture the stream is in, unique in the process; 0 outside of one."""
+    if stream == LEGACY_STREAM or stream == 1:
+        return 0
+    with device_context(device_index):
+        status, number = call("cuStreamGetCaptureInfo", stream)[:2]
+    active = bindings().CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+    return int(number) if status == active else 0
+
+
 def wait_for_stream(consumer: int, producer: int, device_index: int) -> None:
     """Order what follows on `consumer` after what is on `producer`; the host does not wait."""
     if consumer == producer:
