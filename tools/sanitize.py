@@ -3,8 +3,9 @@
     python tools/sanitize.py                                  # memcheck, racecheck, synccheck
     python tools/sanitize.py --tool memcheck --out tools/results/sanitizer_h200.json
 
-Each tool runs a child process over the same cases (all decode variants, splits, empty requests,
-both layouts; preparation; the schedule), whose bytes are compared with the reference as well. Exit
+Each tool runs a child process over the same cases, in two parts (--part): all decode variants,
+splits, empty requests, both layouts and the schedule; preparation, appends, fetches and block
+copies. Their bytes are compared with the reference as well. Exit
 code 1 where a tool reports an error or a byte differs, 2 where compute-sanitizer is not installed.
 It is looked for on the PATH, in $CUDA_HOME, /usr/local/cuda and in site-packages (pip install
 nvidia-cuda-sanitizer-api).
@@ -31,6 +32,7 @@ from bench import machine
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DEFAULT = TOOLS[:3]
+PARTS = ("data", "decode")
 SUMMARY = re.compile(r"(ERROR SUMMARY: \d+ error|RACECHECK SUMMARY: \d+ hazard)\w*.*")
 
 
@@ -60,8 +62,44 @@ def small_specs() -> Iterator[Any]:
     yield DecodeSpec(7, 3, 4, (2, 500), pattern="nan_tokens")
 
 
-def child() -> int:
-    """All cases in this process; prints one line a case."""
+def child(part: str) -> int:
+    """The cases of a part in this process; prints one line a case."""
+    wrong = {"decode": _decode_cases, "data": _data_cases}[part]()
+    return 1 if wrong else 0
+
+
+def _data_cases() -> int:
+    """Preparation, appends (both ways to find duplicates), fetches and block copies."""
+    from fuzz_cases import KERNELS, make_case
+    from fuzz_runner import GpuRunner, differing_bytes
+
+    runner, wrong = GpuRunner(), _prepare_case() + _copy_case()
+    for kernel in KERNELS:
+        for seed, tokens in enumerate((1, 33, 200, 7, 64, 2100)):
+            case = make_case(kernel, seed, tokens)
+            differing = differing_bytes(runner.run(case), case.expected)
+            print(f"{kernel} {tokens} tokens, seed {seed}: {differing} bytes differ", flush=True)
+            wrong += differing
+    return wrong
+
+
+def _copy_case() -> int:
+    """Block copies of the device storage in both layouts."""
+    from snapmla_rt.device_storage import DeviceKVCacheStorage
+
+    wrong = 0
+    for layout in ("separate", "record"):
+        storage = DeviceKVCacheStorage(6, layout)
+        storage.poison_blocks([1, 2, 3, 4, 5])
+        before = storage.block_bytes(2)
+        storage.copy_blocks([(2, 4), (2, 5)])
+        storage.synchronize()
+        wrong += sum(storage.block_bytes(block) != before for block in (4, 5))
+    print(f"copy_blocks: {wrong or 'no'} blocks differ", flush=True)
+    return wrong
+
+
+def _decode_cases() -> int:
     from decode_cases import solve
     from decode_gpu import report, run
 
@@ -72,8 +110,7 @@ def child() -> int:
         text = report(run(one.case()), (one.out, one.lse))
         wrong += text is not None
         print(f"{spec}: {text or 'same bytes'} ({time.monotonic() - start:.1f} s)", flush=True)
-    wrong += _prepare_case()
-    return 1 if wrong else 0
+    return wrong
 
 
 def _prepare_case() -> int:
@@ -119,13 +156,13 @@ def _injection(sanitizer: str) -> list[str]:
     return ["--injection-path", str(library)] if found else []
 
 
-def run_tool(sanitizer: str, tool: str, timeout: float) -> dict[str, Any]:
-    """One tool over all cases."""
+def run_tool(sanitizer: str, tool: str, part: str, timeout: float) -> dict[str, Any]:
+    """One tool over the cases of a part."""
     command = [sanitizer, "--tool", tool, "--error-exitcode", "77", "--print-limit", "20"]
     if tool == "racecheck":
         command += ["--racecheck-report", "all"]
     command += _injection(sanitizer)
-    command += [sys.executable, str(Path(__file__).resolve()), "--child"]
+    command += [sys.executable, str(Path(__file__).resolve()), "--child", "--part", part]
     env = dict(os.environ, SNAPMLA_JIT="lazy")
     start = time.monotonic()
     try:
@@ -136,27 +173,32 @@ def run_tool(sanitizer: str, tool: str, timeout: float) -> dict[str, Any]:
         code = 124
     summaries = [found.group(0) for found in SUMMARY.finditer(text)]
     seconds = round(time.monotonic() - start, 1)
-    print(f"{tool}: exit {code}, {summaries or 'no summary'}, {seconds} s", flush=True)
+    print(f"{part}, {tool}: exit {code}, {summaries or 'no summary'}, {seconds} s", flush=True)
     if code != 0:
         print(text[-6000:], flush=True)
-    return {"tool": tool, "exit_code": code, "summary": summaries, "seconds": seconds}
+    return {"part": part, "tool": tool, "exit_code": code, "summary": summaries, "seconds": seconds}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", action="append", choices=TOOLS, default=[])
+    parser.add_argument("--part", action="append", choices=PARTS, default=[])
     parser.add_argument("--timeout", type=float, default=300, help="seconds a tool")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--commit", default=os.environ.get("COMMIT", ""))
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
-        return child()
+        return child(args.part[0])
     sanitizer = find_sanitizer()
     if sanitizer is None:
         print("compute-sanitizer is not installed (see --help for where it is looked for)")
         return 2
-    rows = [run_tool(sanitizer, tool, args.timeout) for tool in args.tool or DEFAULT]
+    rows = [
+        run_tool(sanitizer, tool, part, args.timeout)
+        for part in args.part or PARTS
+        for tool in args.tool or DEFAULT
+    ]
     if args.out is not None:
         result: dict[str, Any] = {**machine(0), "tools": rows}
         result |= {"commit": args.commit} if args.commit else {}

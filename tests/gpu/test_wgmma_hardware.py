@@ -133,7 +133,7 @@ def run() -> Iterator[Run]:
         return d
 
     yield launch
-    call("cuDevicePrimaryCtxRelease", device)
+    # The primary context stays: other tests of this process hold memory and kernels in it.
 
 
 def assert_equals_model(
