@@ -1,4 +1,4 @@
-"""The command line: `snapmla decode | doctor | precompile`, the same as `python -m snapmla_rt`.
+"""The command line: `snapmla decode | audit | doctor | precompile`, or `python -m snapmla_rt`.
 
 Exit codes: 0 done; 1 the work failed; 2 bad input, told in one line that names the argument, what
 was expected and what came; 130 interrupted.
@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import __version__
+from .audit.command import add_command as add_audit
 from .backend import BACKENDS
 from .capture import LayerCapture, encode_safetensors, paper_distribution, read_capture
 from .config import BLOCK_N_CHOICES, MAX_CACHE_SEQLEN, MAX_NUM_HEADS_Q, SCALE_ROUNDINGS
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"snapmla_rt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_decode(commands)
+    add_audit(commands, _integer)
     doctor = commands.add_parser("doctor", help="what this machine has, and what is missing")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)

@@ -238,18 +238,18 @@ def errors_on_paper_data(rope_logits: float, seed: int) -> dict[str, float]:
 def test_a_is_an_order_larger_where_rope_decides_and_the_others_lie_close() -> None:
     """What the paper says of A holds. Its order of the others does not, on this data: e4m3 is a
     floating-point format, so a coarser scale costs nothing until values fall below its normal
-    range, and finer blocks than a token gain a tenth. With strong RoPE the exact scale's division
-    costs SnapMLA what bf16 rounds; "pow2" does not pay it."""
+    range. Where RoPE decides (logits of 16 nats), dividing it by the exact scale costs SnapMLA
+    what bf16 rounds; "pow2" does not pay that, and is the lowest of the per-token caches."""
     for seed in range(2):
         mild, strong = errors_on_paper_data(0.5, seed), errors_on_paper_data(16.0, seed)
+        assert mild["snapmla"] < 1.05 * min(mild.values())
+        assert strong["snapmla"] < 1.3 * min(strong.values())
         for errors in (mild, strong):
-            lowest = min(errors.values())
-            assert errors["snapmla"] < 1.15 * lowest
-            assert errors["snapmla_pow2"] < 1.12 * lowest
+            assert errors["snapmla_pow2"] < 1.15 * min(errors.values())
         # A's error grows with what RoPE decides; the others' does not
         for name in ("A", "A_split"):
-            assert strong[name] > 8 * strong["snapmla"] and mild[name] > 1.4 * mild["snapmla"]
-        for name in ("snapmla", "B", "C", "D", "D_1x128"):
+            assert strong[name] > 8 * strong["snapmla"] and mild[name] > 1.1 * mild["snapmla"]
+        for name in ("snapmla_pow2", "B", "C", "D", "D_1x128"):
             assert strong[name] < 1.12 * mild[name]
 
 

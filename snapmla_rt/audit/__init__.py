@@ -1,0 +1,1 @@
+"""`snapmla audit`: what FP8 costs a model, layer by layer, from captured activations."""
