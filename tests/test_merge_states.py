@@ -1,4 +1,4 @@
-"""merge_states by the reference: against float64 with derived bounds, neutral element, arguments."""
+"""merge_states by the reference: float64 with derived bounds, neutral element, arguments."""
 
 from __future__ import annotations
 

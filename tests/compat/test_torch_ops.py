@@ -14,6 +14,11 @@ from snapmla_rt import api, torch_ops
 torch: Any = pytest.importorskip("torch")
 ops = torch_ops.register()
 SCALE = 576**-0.5
+CUTS: tuple[dict[str, Any], ...] = (
+    {"num_splits": 2},
+    {"batch_invariant": 128},
+    {"block_n": 128},
+)
 CACHE = ("ckv_cache", "k_scale_cache", "k_rope_cache")
 
 
@@ -87,10 +92,10 @@ def test_cuts_travel_with_the_call() -> None:
     query = ops.quantize_q(a["q"])
     tables = (a["block_table"], a["cache_seqlens"])
     decode: Any = api.mla_decode
-    for cuts in ({"num_splits": 2}, {"batch_invariant": 128}, {"block_n": 128}):
+    for cuts in CUTS:
         parts, ends = ops.plan_decode(a["cache_seqlens"], 3, 2, **cuts)
         got = ops.mla_decode(*query, *cache, *tables, parts, ends, SCALE, **cuts)
-        plan = api.plan_decode(a["cache_seqlens"], 3, 2, **cuts)
+        plan: Any = api.plan_decode(a["cache_seqlens"], 3, 2, **cuts)
         assert same(got, decode(*query, *cache, *tables, plan, SCALE))
     with pytest.raises(ValueError, match="plan_parts"):
         ops.mla_decode(*query, *cache, *tables, parts, ends[:-1], SCALE)
