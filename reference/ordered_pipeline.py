@@ -128,12 +128,11 @@ def ordered_pipeline(
     kept: dict[int, F32] = {}
     with np.errstate(all="ignore"):
         for start in range(0, len(v_codes), 2 * BLOCK):
-            pair = []
-            previous = state
+            pair: list[_Block] = []
             for begin in (start, start + BLOCK):
                 part = slice(begin, begin + BLOCK)
                 tile = scores[:, part], v_codes[part], v_scale[part]
-                pair.append(_softmax(previous.top if not pair else pair[-1].top, *tile, pipeline))
+                pair.append(_softmax(pair[-1].top if pair else state.top, *tile, pipeline))
             state = _two_blocks(state, pair[0], pair[1], pipeline)
             if start + 2 * BLOCK in prefixes:
                 kept[start + 2 * BLOCK] = _finish(state, v_scale, pipeline)[0]

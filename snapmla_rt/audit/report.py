@@ -90,13 +90,25 @@ def _table(width: int, columns: list[str], rows: list[tuple[str, list[str]]]) ->
 
 
 def _own_table(layers: list[LayerAudit], width: int, levels: list[str]) -> list[str]:
-    columns = ["|latent|", "|RoPE|", "RMSE", "1-cosine", "rel. L2", "max error", "worst row"]
+    columns = [
+        "|latent|",
+        "range",
+        "|RoPE|",
+        "range",
+        "RMSE",
+        "1-cosine",
+        "rel. L2",
+        "max error",
+        "worst row",
+    ]
     columns += ["lse error", "verdict"]
     rows = []
     for layer, level in zip(layers, levels, strict=True):
         e = layer.decode
         figures = (e.rmse, e.cosine_difference, e.relative_l2, e.worst_element, layer.worst_row)
-        cells = [f"{layer.latent.maximum:.3g}", f"{layer.rope.maximum:.3g}"]
+        cells = []
+        for part in (layer.latent, layer.rope):
+            cells += [f"{part.maximum:.3g}", f"{part.dynamic_range:.3g}"]
         cells += [f"{x:.2e}" for x in (*figures, e.lse_error)]
         rows.append((layer.name, [*cells, level]))
     return _table(width, columns, rows)
@@ -114,7 +126,7 @@ def _config_table(layers: list[LayerAudit], width: int, whole: bool) -> list[str
             cells += [str(layer.configs[name].underflow) for name in ("B", "C")]
         rows.append((layer.name, cells))
     if not whole:
-        columns += ["saturated", "lost by B", "lost by C"]
+        columns += ["saturated", "lost B", "lost C"]
     return _table(width, columns, rows)
 
 
@@ -129,6 +141,7 @@ def _legend() -> list[str]:
         lines.append(f"{_SHORT[name]:<11}{config.latent:<25}{config.rope}")
     return [
         *lines,
+        "|latent|, |RoPE|: largest magnitude; range: the largest over the median magnitude",
         "saturated: values beyond 448 scales (of any cache; only B's can be)",
-        "lost: values that are not zero and whose code is",
+        "lost B, lost C: values that are not zero and whose code is, in these caches",
     ]

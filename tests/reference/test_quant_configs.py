@@ -61,10 +61,10 @@ def by_loops(config: str, latent: F64, rope: F64) -> tuple[F64, F64]:
                 fill(out, latent, where, over_448(latent[where]))
         return out, kept
     for i in range(n):
-        where = (slice(i, i + 1),)
+        row = (slice(i, i + 1),)
         joint = over_448(np.concatenate([latent[i], rope[i]]))
-        fill(out, latent, where, joint if config == "A" else over_448(latent[i]))
-        fill(kept, rope, where, joint if config == "A" else over_448(rope[i]))
+        fill(out, latent, row, joint if config == "A" else over_448(latent[i]))
+        fill(kept, rope, row, joint if config == "A" else over_448(rope[i]))
     return out, kept
 
 
