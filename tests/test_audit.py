@@ -184,6 +184,10 @@ def test_contexts_grow_in_place_and_stay_in_two_levels() -> None:
     assert max(p.relative_l2 for p in two_level) < 3e-4
 
 
+def test_an_audit_survives_json(audited: LayerAudit) -> None:
+    assert LayerAudit.from_dict(json.loads(json.dumps(audited.as_dict()))) == audited
+
+
 # --- the verdict ----------------------------------------------------------------------------------
 
 
@@ -353,6 +357,56 @@ def test_the_small_models_capture_is_real_and_its_audit_is_fine() -> None:
         others = [c.cache_only for c in layer_audit.configs.values()]
         assert layer_audit.configs["snapmla"].cache_only < 1.25 * min(others)
         assert verdict(layer_audit).level in ("fine", "check")
+
+
+def recipe() -> str:
+    """The capture recipe of the README."""
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    return readme.split("```python\nimport torch\n", 1)[1].split("```", 1)[0]
+
+
+def test_the_recipe_is_short_and_python() -> None:
+    lines = [line for line in recipe().splitlines() if line.strip()]
+    assert len(lines) < 30
+    compile(recipe(), "README.md", "exec")
+
+
+def test_the_recipe_captures_what_the_model_computes(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="the recipe needs torch")
+    transformers = pytest.importorskip("transformers", reason="the recipe needs transformers")
+    from snapmla_rt.reference.attention_fp64 import attention_fp64
+
+    space: dict[str, Any] = {"torch": torch}
+    exec(compile(recipe(), "README.md", "exec"), space)
+    config = transformers.DeepseekV3Config(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=48,
+        intermediate_size=32,
+        first_k_dense_replace=2,
+        vocab_size=50,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    outputs = {}
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(
+            lambda attn, args, out: outputs.update({attn.layer_idx: out[0][0]})
+        )
+    path = tmp_path / "hf.safetensors"
+    space["capture"](model, torch.randint(50, (1, 40)), path)
+    for index, layer in enumerate(read_layers([str(path)])):
+        attn = model.model.layers[index].self_attn
+        values = attn.kv_b_proj.weight.view(4, -1, 512)[:, 128:].detach().double().numpy()
+        keys = np.concatenate([layer.kv_c, layer.k_pe], axis=1).astype(np.float64)
+        out, _ = attention_fp64(layer.q[-1:].astype(np.float64), [keys], layer.softmax_scale)
+        heads = np.einsum("hc,hvc->hv", out[0, 0], values).reshape(-1)
+        got = attn.o_proj.weight.detach().double().numpy() @ heads
+        want = outputs[index][-1].double().numpy()
+        assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)  # bf16 of the capture
 
 
 def test_the_package_knows_no_plots_until_asked() -> None:

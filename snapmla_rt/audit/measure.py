@@ -121,6 +121,36 @@ class LayerAudit:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LayerAudit:
+        """What `as_dict` gave, also after a journey through JSON."""
+        own = {key: values[key] for key in cls.__dataclass_fields__ if key in values}
+        own["latent"], own["rope"] = _part_of(values["latent"]), _part_of(values["rope"])
+        own["decode"] = _summary_of(values["decode"])
+        own["configs"] = {
+            name: ConfigErrors(
+                **{
+                    **config,
+                    "errors": _summary_of(config["errors"]),
+                    "cache_only_errors": _summary_of(config["cache_only_errors"]),
+                }
+            )
+            for name, config in values["configs"].items()
+        }
+        own["accumulation"] = {
+            kind: [ContextError(**point) for point in points]
+            for kind, points in values["accumulation"].items()
+        }
+        return cls(**own)
+
+
+def _part_of(values: dict[str, Any]) -> PartRange:
+    return PartRange(**{**values, "quantiles": tuple(values["quantiles"])})
+
+
+def _summary_of(values: dict[str, Any]) -> ErrorSummary:
+    return ErrorSummary(**{**values, "worst_at": tuple(values["worst_at"])})
+
 
 # --- sampling -------------------------------------------------------------------------------------
 

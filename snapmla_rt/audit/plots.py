@@ -33,7 +33,7 @@ COLOURS = {
 MARKERS = {"snapmla": "o", "snapmla_pow2": ".", "A": "^", "A_split": "v", "B": "s", "C": "D"}
 SOURCE_COLOURS = ("#2a6f97", "#61a5c2", "#a9d6e5", "#d1495b", "#e09f3e", "#111111", "#bbbbbb")
 
-_STYLE = {
+STYLE = {
     "font.size": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -49,8 +49,11 @@ _STYLE = {
 }
 
 
-def draw(layers: list[LayerAudit], folder: Path) -> list[Path]:
-    """Write the five plots as PNG into `folder`; returns the paths of those that have data."""
+def draw(
+    layers: list[LayerAudit], folder: Path, prefix: str = "", axis: str = "layer"
+) -> list[Path]:
+    """Write the five plots as PNG into `folder`, their names after `prefix`; returns the paths of
+    those that have data. axis: what the layers are."""
     figures = {
         "value_ranges": value_ranges,
         "error_by_part": error_by_part,
@@ -59,14 +62,18 @@ def draw(layers: list[LayerAudit], folder: Path) -> list[Path]:
         "error_by_source": error_by_source,
     }
     written = []
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         for name, make in figures.items():
             figure = make(layers)
-            if figure is not None:
-                path = folder / f"{name}.png"
-                figure.savefig(path)
-                plt.close(figure)
-                written.append(path)
+            if figure is None:
+                continue
+            for axes in figure.axes:
+                if axes.get_xlabel() == "layer":
+                    axes.set_xlabel(axis)
+            path = folder / f"{prefix}{name}.png"
+            figure.savefig(path)
+            plt.close(figure)
+            written.append(path)
     return written
 
 
@@ -162,7 +169,10 @@ def error_by_cache(layers: list[LayerAudit]) -> Any:
         _lines(inset, series, quiet, size=4)
         inset.set_xlim(*axes.get_xlim())
         inset.tick_params(labelsize=8)
-        inset.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        if len(layers) <= 8:
+            inset.set_xticks(axes.get_xticks(), axes.get_xticklabels())
+        else:
+            inset.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         inset.set_title("without A", fontsize=9, fontweight="normal", pad=3)
         _plain_exponent(axes)
         _plain_exponent(inset)
