@@ -93,9 +93,11 @@ def plan_of(
     the caller knows what they hold.
     """
     made_for = getattr(metadata, "_snapmla_made_for", None)
-    if made_for is not None and made_for[0] != batch and made_for[1] == _version(metadata):
-        expected = f"get_mla_metadata for the {batch} requests of q"
-        raise ArgumentError("tile_scheduler_metadata", expected, f"one for {made_for[0]}")
+    if made_for is not None and made_for[0] != batch:
+        untouched = made_for[1] == _version(metadata)
+        if untouched and not _torch_is_capturing():
+            expected = f"get_mla_metadata for the {batch} requests of q"
+            raise ArgumentError("tile_scheduler_metadata", expected, f"one for {made_for[0]}")
     key = _key(metadata, num_splits, batch, seq_len_q, num_heads_q)
     plan = _plans.get(key) if key is not None else None
     if plan is None:
@@ -105,6 +107,12 @@ def plan_of(
                 _plans.clear()
             _plans[key] = plan
     return plan
+
+
+def _torch_is_capturing() -> bool:
+    """Within a capture nothing runs yet: the caller can still fill the metadata."""
+    cuda = sys.modules["torch"].cuda
+    return cuda.is_initialized() and cuda.is_current_stream_capturing()
 
 
 def _key(metadata: Any, num_splits: Any, *numbers_: int) -> tuple[Any, ...] | None:

@@ -13,6 +13,8 @@ from snapmla_rt import api, torch_ops
 
 torch: Any = pytest.importorskip("torch")
 ops = torch_ops.register()
+api_append: Any = api.append_kv
+api_fetch: Any = api.fetch_dequant  # called with the cache as one sequence
 SCALE = 576**-0.5
 CUTS: tuple[dict[str, Any], ...] = (
     {"num_splits": 2},
@@ -64,7 +66,7 @@ def same(got: Any, want: Any) -> bool:
 
 def through_the_api(a: Any) -> tuple[Any, Any]:
     cache = [a[name] for name in CACHE]
-    api.append_kv(a["kv_c"], a["k_pe"], *cache, a["slots"])
+    api_append(a["kv_c"], a["k_pe"], *cache, a["slots"])
     query: Any = api.quantize_q(a["q"])
     plan = api.plan_decode(a["cache_seqlens"], a["q"].shape[2], a["q"].shape[1])
     decode: Any = api.mla_decode
@@ -78,7 +80,7 @@ def test_operators_give_the_bytes_of_the_api() -> None:
     assert same([two[name] for name in CACHE], [one[name] for name in CACHE])
     cache = [one[name] for name in CACHE]
     slots = torch.tensor([0, 5, -1, 200])
-    assert same(ops.fetch_dequant(*cache, slots), api.fetch_dequant(*cache, slots))
+    assert same(ops.fetch_dequant(*cache, slots), api_fetch(*cache, slots))
     merged = ops.merge_states(*want, *want)
     assert same(merged, api.merge_states(*want, *want))
     fused = ops.prepare(two["q"], two["kv_c"], two["k_pe"], *cache, two["slots"])
@@ -88,7 +90,7 @@ def test_operators_give_the_bytes_of_the_api() -> None:
 def test_cuts_travel_with_the_call() -> None:
     a = arrays()
     cache = [a[name] for name in CACHE]
-    api.append_kv(a["kv_c"], a["k_pe"], *cache, a["slots"])
+    api_append(a["kv_c"], a["k_pe"], *cache, a["slots"])
     query = ops.quantize_q(a["q"])
     tables = (a["block_table"], a["cache_seqlens"])
     decode: Any = api.mla_decode
