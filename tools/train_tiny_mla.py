@@ -111,7 +111,7 @@ class Settings:
     long: int = 2048
     long_share: float = 0.25
     batch_tokens: int = 32768
-    learning_rate: float = 1.5e-3
+    learning_rate: float = 1e-3
     seed: int = 0
     windows: int = 32
     prompt: int = 1024
