@@ -167,10 +167,13 @@ class CudaBackend:
         self._cache = tuple(self._upload(np.zeros(shape, dtype)) for shape, dtype in shapes)
 
     def append(self, kv_c: NDArray[Any], k_pe: NDArray[Any], slots: NDArray[Any]) -> None:
-        tokens = self._upload(kv_c), self._upload(k_pe)
-        where = self._upload(slots)
+        given = [self._upload(array) for array in (kv_c, k_pe, slots)]
+        latent, k_scale, k_rope = self._cache
+        rounding = self._scale_rounding
         with self._measure("append_kv"):
-            self._api.append_kv(*tokens, *self._cache, where, scale_rounding=self._scale_rounding)
+            self._api.append_kv(
+                given[0], given[1], latent, k_scale, k_rope, given[2], scale_rounding=rounding
+            )
 
     def decode(
         self,

@@ -34,7 +34,9 @@ class AppendWorkspace:
         self._deferred = DeviceBuffer(8 * self.num_tokens, device_index)
         self._lock = threading.Lock()
         self._next = 0
-        # Claims may hold anything; the counters start at zero and every launch leaves them there.
+        # Claims may hold anything (zeros, so that initcheck sees nothing unwritten); the counters
+        # start at zero and every launch leaves them there.
+        fill(self._claims.ptr, 0, 4 * num_slots, device_index, LEGACY_STREAM)
         fill(self._counters.ptr, 0, _COUNTER_BYTES, device_index, LEGACY_STREAM)
         synchronize(LEGACY_STREAM, device_index)
 

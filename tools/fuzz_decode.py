@@ -6,7 +6,7 @@
 
 Worker processes draw problems (tests/decode_cases.py), build them and answer them with the
 reference; this process runs plan_decode, mla_decode and mla_combine on GPU 0 and compares every
-byte of out, lse and the plan. The fixed grid of tests/gpu/test_mla_decode.py comes first. A
+byte of out, lse and the plan. The fixed grid of tests/gpu/test_mla_decode_gpu.py comes first. A
 differing case is printed with its spec, shrunk to a smaller one that still differs, and counted;
 the run goes on, and ends with exit code 1. No torch needed.
 """

@@ -101,13 +101,10 @@ def primary_context(index: int) -> Any:
 
 def current_device() -> int | None:
     """Device of this thread's current context, or None where there is none."""
-    driver = bindings()
-    code, device = driver.cuCtxGetDevice()
-    if code == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+    # Asked for the context first: without one, cuCtxGetDevice fails, which memcheck reports.
+    if not int(call("cuCtxGetCurrent")):
         return None
-    if code != 0:
-        return call("cuCtxGetDevice")
-    return int(device)
+    return int(call("cuCtxGetDevice"))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ..errors import ArgumentError, CudaError
 from . import check
-from .device import device_context, primary_context
+from .device import current_device, device_context, primary_context
 
 _MAX_GRID = 2**31 - 1
 LAST_DEFAULT_STREAM = 2  # 0 and 1: the legacy stream, 2: the thread's
@@ -55,8 +55,9 @@ class Kernel:
         driver = check.bindings()
         self._function = driver.CUfunction(int(handle))
         self._launch_ex = driver.cuLaunchKernelEx
-        self._get_device = driver.cuCtxGetDevice
+        self._get_current = driver.cuCtxGetCurrent
         self._context = primary_context(device_index)
+        self._context_value = int(self._context)
         self._lock = threading.Lock()
         # The params struct, 64-byte aligned as on the device, and the void*[1] that points at it.
         self._memory = ctypes.create_string_buffer(layout.size + 64)
@@ -93,8 +94,7 @@ class Kernel:
             config = self._configs[pdl]
             config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
             config.hStream = stream
-            code, device = self._get_device()
-            if code == 0 and int(device) == self.device_index:
+            if self._context_is_current():
                 (code,) = self._launch_ex(config, self._function, self._params, 0)
             else:
                 code = self._launch_in_primary(config)
@@ -116,6 +116,13 @@ class Kernel:
         except Exception as error:
             raise self._value_error(values, error) from error
         return PreparedLaunch(self, params, grid, stream, pdl)
+
+    def _context_is_current(self) -> bool:
+        """Whether the current context is one of this kernel's device, primary or not."""
+        _, context = self._get_current()
+        if int(context) == self._context_value:
+            return True
+        return current_device() == self.device_index if int(context) else False
 
     def _launch_in_primary(self, config: Any) -> Any:
         """Launch with the device's primary context current for the call."""

@@ -66,8 +66,3 @@ def driver_version() -> str | None:
         if nvml is None or nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(_TEXT_BYTES)) != 0:
             return None
         return text.value.decode(errors="replace")
-
-
-def has_hopper() -> bool:
-    """Whether any GPU has compute capability 9.0."""
-    return any(gpu.compute_capability == (9, 0) for gpu in gpus())

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from typing import Any
 
-from ..driver.nvml import has_hopper
+from ..driver.pci import has_hopper
 from ..errors import ArgumentError, CompileError, SnapMLAError
 from .compiler import (
     CompiledKernel,
