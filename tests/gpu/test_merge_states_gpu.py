@@ -27,7 +27,8 @@ KINDS: tuple[tuple[Any, Any, str | None], ...] = (
 
 def hostile(rng: np.random.Generator, shape: tuple[int, ...], kind: Any) -> NDArray[Any]:
     """Values of every magnitude, zeros of both signs, infinities and NaN."""
-    x = np.ldexp(rng.standard_normal(shape), rng.integers(-130, 127, shape)).astype(F32)
+    with np.errstate(over="ignore"):
+        x = np.ldexp(rng.standard_normal(shape), rng.integers(-130, 127, shape)).astype(F32)
     special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 3.4e38, -3.4e38], F32)
     pick = rng.random(shape) < 0.05
     x[pick] = rng.choice(special, int(pick.sum()))
@@ -136,7 +137,7 @@ def test_rows_that_are_not_aligned_are_refused() -> None:
 def test_shards_of_a_decode_are_the_whole() -> None:
     """Decode context parallelism: each rank decodes the pages that it holds; ranks without a page
     of a request give lse +inf. Near the undivided decode: each shard's out is rounded to bf16."""
-    from decode_cases import SOFTMAX_SCALE, DecodeSpec, build
+    from decode_cases import DecodeSpec, build
     from decode_gpu import OnGpu
 
     case_ = build(DecodeSpec(3, 16, 1, (700, 64, 1, 0, 300), pattern="loud_tokens"))
@@ -161,8 +162,8 @@ def test_shards_of_a_decode_are_the_whole() -> None:
     assert np.linalg.norm(got - want) <= 2.0**-6 * np.linalg.norm(want)
     finite = np.isfinite(want_lse)
     assert (finite == np.isfinite(lse)).all() and (got[3] == 0).all() and np.isposinf(lse[3]).all()
-    assert np.abs(lse - want_lse)[finite].max() < 1e-5
-    assert SOFTMAX_SCALE == 576**-0.5
+    error = np.abs(lse - want_lse)[finite]
+    assert (error <= 1e-6 * (1 + np.abs(want_lse[finite]))).all()
 
 
 def test_torch_tensors() -> None:
