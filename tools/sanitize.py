@@ -73,13 +73,49 @@ def _data_cases() -> int:
     from fuzz_cases import KERNELS, make_case
     from fuzz_runner import GpuRunner, differing_bytes
 
-    runner, wrong = GpuRunner(), _prepare_case() + _copy_case()
+    runner, wrong = GpuRunner(), _prepare_case() + _copy_case() + _dropin_case()
     for kernel in KERNELS:
         for seed, tokens in enumerate((1, 33, 200, 7, 64, 2100)):
             case = make_case(kernel, seed, tokens)
             differing = differing_bytes(runner.run(case), case.expected)
             print(f"{kernel} {tokens} tokens, seed {seed}: {differing} bytes differ", flush=True)
             wrong += differing
+    return wrong
+
+
+def _dropin_case() -> int:
+    """merge_states and widen_per_tensor, against their references."""
+    import numpy as np
+    from decode_gpu import filled, put
+
+    from snapmla_rt import api
+    from snapmla_rt.api_widen import widen_per_tensor
+    from snapmla_rt.array import to_host
+    from snapmla_rt.reference.merge_states import merge_states
+    from snapmla_rt.reference.widen_per_tensor import widen_per_tensor as reference_widen
+
+    rng = np.random.default_rng(0)
+    outs = [rng.standard_normal((3, 2, 5, 264)).astype(np.float32) for _ in range(2)]
+    lses = [rng.standard_normal((3, 5, 2)).astype(np.float32) for _ in range(2)]
+    lses[0][0], lses[1][1] = np.inf, -np.inf
+    given = (outs[0], lses[0], outs[1], lses[1])
+    merge: Any = api.merge_states
+    merged = merge(*(put(array) for array in given))
+    wrong = sum(
+        int((part.numpy() != want).sum())
+        for part, want in zip(merged, merge_states(*given), strict=True)
+    )
+    codes = rng.integers(0, 127, (5, 64, 576), dtype=np.uint8)
+    table = np.array([[4, 1], [2147480000, -1], [0, 7]], np.int32)
+    lengths, scale = np.array([65, 0, 128], np.int32), np.array([0.5], np.float32)
+    rope, line = np.zeros((5, 64, 64), np.uint16), np.zeros(64, np.float32)
+    reference_widen(codes, table, lengths, scale, rope, line)
+    places = filled((5, 64, 64), "bfloat16", 0), filled((64,), "float32", 0)
+    widen: Any = widen_per_tensor
+    widen(*(put(a) for a in (codes, table, lengths, scale)), *places)
+    wrong += int((to_host(places[0]).view(np.uint16) != rope).sum())
+    wrong += int((to_host(places[1]) != line).sum())
+    print(f"merge_states, widen_per_tensor: {wrong or 'no'} values differ", flush=True)
     return wrong
 
 
