@@ -78,9 +78,7 @@ def merge_states(
     return out, lse
 
 
-def _inputs(
-    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, stream: Any
-) -> dict[str, TensorView]:
+def _inputs(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, stream: Any) -> dict[str, TensorView]:
     """Views of the four inputs by name; shapes agree."""
     first = view(out_a, "out_a", stream)
     if first.ndim not in (3, 4):

@@ -165,9 +165,7 @@ def checked_inputs(given: tuple[Any, ...], stream: Any) -> dict[str, TensorView]
         "q_nope": expect(q_nope, "q_nope", (b, s, h, KV_LORA_RANK), E4M3, align=16, **options),
         "q_rope": expect(q_rope, "q_rope", (b, s, h, QK_ROPE_HEAD_DIM), BF16, align=16, **options),
         "q_scale": expect(q_scale, "q_scale", (b, s, h), F32, contiguous=3, align=4, **options),
-        "ckv_cache": expect(
-            ckv_view, "ckv_cache", (n, t, KV_LORA_RANK), E4M3, align=16, **options
-        ),
+        "ckv_cache": expect(ckv_view, "ckv_cache", (n, t, KV_LORA_RANK), E4M3, align=16, **options),
         "k_scale_cache": expect(k_scale, "k_scale_cache", (n, t), F32, align=16, **options),
         "k_rope_cache": expect(
             k_rope,
