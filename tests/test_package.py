@@ -36,6 +36,8 @@ def python_files() -> dict[str, Path]:
 
 
 MODULES = python_files()
+# Modules that are an extra: imported only where its package is known to be there.
+EXTRA_ONLY = {"snapmla_rt.audit.plots": "matplotlib"}
 
 
 def imports_of(name: str, *, top_level_only: bool = False) -> set[str]:
@@ -115,12 +117,21 @@ def run_bare(checkout: Path, code: str, **environment: str) -> subprocess.Comple
 
 
 def test_every_module_imports_with_numpy_and_ml_dtypes_only(bare_checkout: Path) -> None:
-    names = [name for name in MODULES if not name.endswith("__main__")]
+    names = [name for name in MODULES if not name.endswith("__main__") and name not in EXTRA_ONLY]
     assert len(names) > 20
     code = f"import importlib\nfor name in {names!r}:\n    importlib.import_module(name)\n"
     done = run_bare(bare_checkout, code + "import snapmla_rt\nprint(snapmla_rt.__file__)")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(bare_checkout / "snapmla_rt" / "__init__.py")
+
+
+@pytest.mark.parametrize(("name", "package"), sorted(EXTRA_ONLY.items()))
+def test_modules_of_an_extra_need_nothing_but_its_package(
+    bare_checkout: Path, name: str, package: str
+) -> None:
+    done = run_bare(bare_checkout, f"import {name}")
+    assert done.returncode != 0
+    assert done.stderr.strip().splitlines()[-1] == f"ImportError: refused: {package}"
 
 
 def test_the_main_job_runs_from_a_bare_checkout(bare_checkout: Path) -> None:

@@ -208,9 +208,7 @@ def train(
         optimizer.step()
         step, seen = step + 1, seen + batch * length
         if step % 20 == 0 or step == 1:
-            value = float(
-                loss.detach()
-            )  # waits for the GPU: the budget is real time
+            value = float(loss.detach())  # waits for the GPU: the budget is real time
             curve.append({"step": step, "bytes": seen, "length": length, "loss": round(value, 4)})
             if step % 100 == 0 or step == 1:
                 log(f"step {step:5d}  {seen / 1e6:6.2f} MB  loss {value:.4f} nats a byte")
