@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..capture import LayerCapture, read_capture
 from ..errors import ArgumentError
 from ..progress import Progress
-from ..reference.tensor_core import compiled_available
 from ..report import json_text
-from .measure import LayerAudit, Sampling, audit_layer, units
-from .report import audit_dict, audit_text
+
+if TYPE_CHECKING:
+    from .measure import LayerAudit, Sampling
 
 _EXACT_ROWS, _EXACT_ROWS_UNCOMPILED = 16, 2
 
@@ -35,6 +35,11 @@ def add_command(commands: Any, integer: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns its exit code."""
+    # The reference is loaded by the command, not by the command line.
+    from ..reference.tensor_core import compiled_available
+    from .measure import Sampling
+    from .report import audit_dict, audit_text
+
     folder = _plot_folder(args.plots)
     layers = read_layers(args.files)
     exact = _EXACT_ROWS if compiled_available() else _EXACT_ROWS_UNCOMPILED
@@ -87,6 +92,8 @@ def read_layers(files: list[str]) -> list[LayerCapture]:
 
 def audit_layers(layers: list[LayerCapture], sampling: Sampling) -> list[LayerAudit]:
     """Audit every layer, with a progress bar; context lengths on the first, middle and last."""
+    from .measure import audit_layer, units
+
     with_contexts = {0, len(layers) // 2, len(layers) - 1}
     total = sum(units(index in with_contexts) for index in range(len(layers)))
     with Progress("audit", total) as progress:

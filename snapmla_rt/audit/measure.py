@@ -33,7 +33,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..capture import LayerCapture
-from ..config import BLOCK_SIZE, KV_LORA_RANK, LN2_BITS, QK_ROPE_HEAD_DIM, DecodeConfig
+from ..config import (
+    BLOCK_SIZE,
+    FP8_MAX,
+    KV_LORA_RANK,
+    LN2_BITS,
+    QK_ROPE_HEAD_DIM,
+    SCALE_MIN,
+    DecodeConfig,
+)
 from ..metrics import ErrorSummary, error_summary
 from ..reference.mla_decode import Tokens, decode_split, finish_split
 from ..reference.numerics import (
@@ -262,7 +270,7 @@ def _part_range(x: F32, kept: F64 | None) -> PartRange:
     magnitude = np.abs(x)
     quantiles = tuple(float(v) for v in np.quantile(magnitude, QUANTILES))
     top = magnitude.max(axis=1, keepdims=True)
-    scale = np.maximum(top / np.float32(448), np.float32(2.0**-96))
+    scale = np.maximum(top / np.float32(FP8_MAX), np.float32(SCALE_MIN))
     coded = f32_from_e4m3(e4m3_from_f32(x / scale)).astype(np.float64) * scale
     wide = x.astype(np.float64)
     fp8_mse = float(np.mean(np.square(coded - wide)))
