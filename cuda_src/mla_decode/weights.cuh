@@ -209,26 +209,35 @@ struct ScoreLoop {
   int row;             // this thread's first row within the request
   int limit[kHalves];  // where each row's visible tokens end
   int min_limit;       // the least of the CTA's rows
+  unsigned query_place;   // of the Q tile in the ring
   Ring<kStages> stage;    // of the page whose scores are issued next
   Ring<kBuffers> buffer;  // of the block that is weighted next
   ScoreProfile profile;
 
-  // The split's Q tile: into registers, which frees its place in the ring (the output warps' share
-  // of the arrivals included), or just there.
+  // The split's Q tile: into registers, or just there.
   __device__ __forceinline__ void take_query(QueryFragments& q, unsigned phase) {
     if constexpr (kQueryInRegisters) {
       // The token warps have passed this place: had they not, freeing it could let them be lapped.
       MBARRIER_WAIT(shared_address(&s.barriers.tokens_ready[stage.index]), stage.phase);
       MBARRIER_WAIT(shared_address(&s.barriers.stage_full[stage.index]), stage.phase);
       load_query(q, s.stages[stage.index]);
-      __syncwarp();
-      if ((threadIdx.x & 31) == 0) {
-        mbarrier_arrive_count(shared_address(&s.barriers.stage_empty[stage.index]),
-                              kOutputWarps / kScoreWarps);
-      }
+      query_place = stage.index;
       stage.advance();
     } else {
       MBARRIER_WAIT(shared_address(&s.barriers.query_full), phase);
+    }
+  }
+
+  // Frees the Q tile's place in the ring, the output warps' share of the arrivals included. Not
+  // before an instruction has used what ldmatrix brought: an arrival can overtake the loads before
+  // it, and the next copy into the place then lands before they read (seen on an H200).
+  __device__ __forceinline__ void release_query() {
+    if constexpr (kQueryInRegisters) {
+      __syncwarp();
+      if ((threadIdx.x & 31) == 0) {
+        mbarrier_arrive_count(shared_address(&s.barriers.stage_empty[query_place]),
+                              kOutputWarps / kScoreWarps);
+      }
     }
   }
 
@@ -335,6 +344,7 @@ struct ScoreLoop {
     Scores even, odd;
     unsigned from = issue(even[0], q);
     wait_scores();
+    release_query();
     int block = split.begin;
 #pragma unroll 1
     for (; block + 2 < split.end; block += 2) {
@@ -389,7 +399,10 @@ struct ScoreLoop {
   }
 
   __device__ __forceinline__ void run(const QueryFragments& q, const Split& split) {
-    if (split.begin == split.end) return;
+    if (split.begin == split.end) {
+      release_query();  // of an empty request: nobody uses its Q
+      return;
+    }
     if constexpr (kPages == 1) {
       run_double(q, split);
     } else {
