@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from snapmla_rt.config import FP8_MAX, LOG2_COEFFS_BITS
+from snapmla_rt.config import FP8_MAX, LOG2_COEFFS_BITS, SQRT_HALF_BITS
 from snapmla_rt.errors import ArgumentError
 
 F32 = NDArray[np.float32]
@@ -293,8 +293,6 @@ def _exp2_mufu(x: F32) -> F32:
 
 # --- log2: our own polynomial, the same operations on the GPU ------------------------------------
 
-_SQRT_HALF_BITS = 0x3F3504F3
-
 
 @np.errstate(all="ignore")
 def log2_soft(x: ArrayLike) -> F32:
@@ -309,7 +307,7 @@ def log2_soft(x: ArrayLike) -> F32:
     subnormal = np.abs(x) < np.float32(2.0**-126)
     scaled = np.where(subnormal, x * np.float32(2.0**24), x)
     bits = np.ascontiguousarray(scaled).view(np.int32).reshape(x.shape)
-    exponent = (bits - np.int32(_SQRT_HALF_BITS)) >> np.int32(23)
+    exponent = (bits - np.int32(SQRT_HALF_BITS)) >> np.int32(23)
     mantissa = np.asarray(bits - (exponent << np.int32(23)), dtype=np.int32).view(np.float32)
     f = np.asarray(mantissa - np.float32(1.0))
     coefficients = from_bits(LOG2_COEFFS_BITS)

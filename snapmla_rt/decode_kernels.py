@@ -5,7 +5,6 @@ from __future__ import annotations
 from .jit.spec import KernelSpec, Variant
 
 DECODE_THREADS = 512
-DECODE_ROWS = (16, 32, 64)  # query rows that a variant of mla_decode computes
 
 # (rows, block_n) -> sizeof(Storage); the kernel asserts that it is this.
 _DECODE_SMEM = {(16, 64): 220160, (32, 64): 220160, (64, 64): 219136, (64, 128): 227328}

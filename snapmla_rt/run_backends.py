@@ -78,6 +78,15 @@ class Decoded:
     query: tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
 
+def _empty_cache(num_blocks: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Zeroed ckv_cache, k_scale_cache, k_rope_cache."""
+    return (
+        np.zeros((num_blocks, BLOCK_SIZE, KV_LORA_RANK), ml_dtypes.float8_e4m3fn),
+        np.zeros((num_blocks, BLOCK_SIZE), np.float32),
+        np.zeros((num_blocks, BLOCK_SIZE, QK_ROPE_HEAD_DIM), ml_dtypes.bfloat16),
+    )
+
+
 class ReferenceBackend:
     """The NumPy reference: the specification itself, on the CPU."""
 
@@ -97,11 +106,7 @@ class ReferenceBackend:
         self.times = StageTimes()
 
     def allocate(self, num_blocks: int) -> None:
-        self._cache = (
-            np.zeros((num_blocks, BLOCK_SIZE, KV_LORA_RANK), ml_dtypes.float8_e4m3fn),
-            np.zeros((num_blocks, BLOCK_SIZE), np.float32),
-            np.zeros((num_blocks, BLOCK_SIZE, QK_ROPE_HEAD_DIM), ml_dtypes.bfloat16),
-        )
+        self._cache = _empty_cache(num_blocks)
 
     def append(self, kv_c: NDArray[Any], k_pe: NDArray[Any], slots: NDArray[Any]) -> None:
         with self.times.measure("append_kv"):
@@ -159,12 +164,7 @@ class CudaBackend:
         return self._array.to_device(np.ascontiguousarray(host), self._device).view()
 
     def allocate(self, num_blocks: int) -> None:
-        shapes = (
-            ((num_blocks, BLOCK_SIZE, KV_LORA_RANK), ml_dtypes.float8_e4m3fn),
-            ((num_blocks, BLOCK_SIZE), np.float32),
-            ((num_blocks, BLOCK_SIZE, QK_ROPE_HEAD_DIM), ml_dtypes.bfloat16),
-        )
-        self._cache = tuple(self._upload(np.zeros(shape, dtype)) for shape, dtype in shapes)
+        self._cache = tuple(self._upload(plane) for plane in _empty_cache(num_blocks))
 
     def append(self, kv_c: NDArray[Any], k_pe: NDArray[Any], slots: NDArray[Any]) -> None:
         given = [self._upload(array) for array in (kv_c, k_pe, slots)]
