@@ -27,7 +27,7 @@ from snapmla_rt.config import LN2_BITS, LOG2E, check_lse_base
 from snapmla_rt.errors import ArgumentError
 
 from .mla_combine import BF16_MAX
-from .numerics import bf16_from_f32, canonical_nan, exp2_mufu, f32_from_bf16, log2_soft, rcp_rn
+from .numerics import bf16_from_f32, canonical_nan, exp2_mufu, log2_soft, rcp_rn
 
 __all__ = ["merge_states"]
 
@@ -107,7 +107,9 @@ def _values(name: str, x: ArrayLike) -> tuple[F32, np.dtype[Any]]:
     if array.ndim != 4:
         raise ArgumentError(name, "shape [b, s_q, h, d]", list(array.shape))
     if array.dtype in (np.uint16, ml_dtypes.bfloat16):
-        return f32_from_bf16(array.view(np.uint16)), np.dtype(ml_dtypes.bfloat16)
+        # The bits moved up, as the kernel widens: a NaN that passes keeps its own.
+        wide = array.view(np.uint16).astype(np.uint32) << np.uint32(16)
+        return wide.view(np.float32), np.dtype(ml_dtypes.bfloat16)
     if array.dtype != np.float32:
         raise ArgumentError(name, "dtype bfloat16 or float32", array.dtype)
     return array, array.dtype

@@ -112,6 +112,17 @@ def test_a_difference_is_counted_and_written(
     assert result["seed"] == 0 and result["commit"] == "abc" and "seed=1" in result["failures"][0]
 
 
+def test_the_fixed_grid_comes_before_the_drawn_cases() -> None:
+    """The grid is imported from the GPU tests: a renamed module must not end the fuzzer."""
+    args = fuzz_decode.parser().parse_args(["--cases", "2"])
+    specs = list(fuzz_decode.specs_of(args))
+    blocks = tuple(fuzz_decode.VARIANTS)
+    assert specs[-2:] == [fuzz_decode.draw(seed, blocks) for seed in range(2)]
+    grid = specs[:-2]
+    assert {spec.block_n for spec in grid} == set(blocks)
+    assert {spec.num_heads_q for spec in grid} >= {1, 63, 64, 126, 128}
+
+
 # --- The benchmark and the peers -----------------------------------------------------------------
 
 

@@ -254,3 +254,13 @@ def test_the_reference_checks_too() -> None:
     ):
         with pytest.raises(ArgumentError):
             reference(*given_)
+
+
+def test_a_nan_that_passes_keeps_its_bits() -> None:
+    """[M2] unchanged: a bf16 NaN that passes into float32 is its own bits, moved up."""
+    bits = np.array([0x7FC0, 0xFFC1, 0x7F81, 0x3F80, 0x8000, 0x0001, 0x7F80, 0xFF80], np.uint16)
+    out_a = bits.view(ml_dtypes.bfloat16).reshape(1, 1, 1, 8)
+    out_b = np.zeros((1, 1, 1, 8), np.float32)
+    full, none = np.zeros((1, 1, 1), np.float32), np.full((1, 1, 1), -np.inf, np.float32)
+    out, _ = reference(out_a, full, out_b, none)
+    assert out.view(np.uint32).tolist() == [[[(bits.astype(np.uint32) << 16).tolist()]]]

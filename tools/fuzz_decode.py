@@ -84,7 +84,7 @@ def shrink(spec: DecodeSpec, seconds: float) -> DecodeSpec:
 def specs_of(args: argparse.Namespace) -> Iterator[DecodeSpec]:
     """The fixed grid, then drawn problems."""
     if not args.no_grid:
-        from test_mla_decode import grid_specs
+        from test_mla_decode_gpu import grid_specs
 
         for block_n in VARIANTS:
             yield from grid_specs(block_n)
