@@ -215,7 +215,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["decode", "--steps", "-3"], "--steps: expected an integer >= 1, got '-3'"),
     (["decode", "--seed", "-1"], "--seed: expected an integer >= 0, got '-1'"),
     (["decode", "--steps", "5", "--tokens", "4"], r"at most the 4 of --tokens, got 5 \* 1"),
-    (["decode", "--block-n", "96"], "--block-n: invalid choice: 96"),
+    (["decode", "--block-n", "96"], "--block-n: invalid choice: '?96'?"),
     (["decode", "--scale-rounding", "up"], "--scale-rounding: invalid choice: 'up'"),
     (["decode", "--backend", "tpu"], "--backend: invalid choice: 'tpu'"),
     (["decode", "--frobnicate"], "unrecognized arguments: --frobnicate"),
