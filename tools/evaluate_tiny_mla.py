@@ -122,7 +122,9 @@ def _rounded_p(fused: Tensor) -> Tensor:
     count = fused.shape[-1]
     tiles = F.pad(fused, (0, -count % BLOCK_SIZE)).unflatten(-1, (-1, BLOCK_SIZE))
     top = tiles.amax(-1, keepdim=True)
-    scale = torch.where(top == 0, torch.ones_like(top), top / torch.full_like(top, FP8_MAX))
+    scale = top / torch.full_like(top, FP8_MAX)
+    # A block far below the row's maximum: its weights are below what float32 divides, or all zero.
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return (e4m3(tiles / scale) * scale).flatten(-2)[..., :count]
 
 

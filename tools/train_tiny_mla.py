@@ -314,7 +314,7 @@ def run(args: argparse.Namespace) -> int:
         result["evaluation"] = {**found, "seconds": round(log.seconds - begin, 1)}
         _write(args.out, result, log)
 
-    evaluate(
+    found = evaluate(
         model,
         torch.from_numpy(windows).to(device),
         settings.prompt,
@@ -322,9 +322,10 @@ def run(args: argparse.Namespace) -> int:
         log,
         keep,
     )
-    log(f"written to {args.out}")
+    wrong = [name for name, arm in found["arms"].items() if not math.isfinite(arm["perplexity"])]
+    log(f"NaN or infinity from {', '.join(wrong)}" if wrong else f"written to {args.out}")
     _write(args.out, result, log)
-    return 0
+    return 1 if wrong else 0
 
 
 def _write(folder: Path, result: dict[str, Any], log: Log) -> None:
