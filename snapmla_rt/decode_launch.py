@@ -298,14 +298,17 @@ def _tensor_maps(arrays: DecodeArrays) -> tuple[bytes, bytes, bytes, bytes]:
     encode_tiled = functools.partial(tensor_map.encode_tiled, device_index=arrays.device_index)
     blocks, rows, batch = arrays.ckv.shape[0], arrays.num_rows, arrays.batch
     rope_bytes = 2 * ROPE_DIM
-    ckv = encode_tiled(
+    # No promotion to larger L2 fetches: every byte is asked for by these loads anyway, and with
+    # promotion to 256 bytes an H200 delivers 7 % less.
+    load_kv = functools.partial(encode_tiled, l2_promotion="none")
+    ckv = load_kv(
         "uint8",
         arrays.ckv.ptr,
         (LATENT_CHUNK, BLOCK_SIZE, KV_LORA_RANK // LATENT_CHUNK, blocks),
         (arrays.ckv.strides[1], LATENT_CHUNK, block_stride(arrays.ckv)),
         (LATENT_CHUNK, BLOCK_SIZE, KV_LORA_RANK // LATENT_CHUNK, 1),
     )
-    rope = encode_tiled(
+    rope = load_kv(
         "bfloat16",
         arrays.k_rope.ptr,
         (ROPE_DIM, BLOCK_SIZE, blocks),

@@ -10,6 +10,7 @@
 #include "mla_decode/schedule.cuh"
 #include "mla_decode/storage.cuh"
 #include "mla_decode/trace.cuh"
+#include "ptx/fence.cuh"
 #include "ptx/math.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/wgmma.cuh"
@@ -23,10 +24,13 @@ enum OutputInterval {
   kOutputIntervals
 };
 
-constexpr int kOutputChunks = 4;         // 64-dim chunks of a warpgroup
+constexpr int kOutputChunks = 4;           // 64-dim chunks of a warpgroup
 constexpr int kTileRegisters = kRows / 2;  // accumulator registers of a 64-dim chunk
-// Chunks whose tensor-core work is in flight together.
-constexpr int kChunkGroup = kRows == 16 ? 2 : 1;
+// Rows of T that are computed together: at 64 rows the halves of T follow each other, which leaves
+// the registers that hold the row factors for all chunks.
+constexpr int kPartRows = kRows < 32 ? kRows : 32;
+constexpr int kParts = kRows / kPartRows;
+constexpr int kPartRegisters = kPartRows / 2;
 // At 64 rows the next values would cost the score warps 16 registers: measured slower (-7 %).
 constexpr bool kLoadAhead = kRows <= 32;
 
@@ -70,21 +74,31 @@ __device__ __forceinline__ void scale_outputs(Outputs& o, const float* factor) {
   }
 }
 
-// [S8] O = fma(T, t, O) for one chunk.
-__device__ __forceinline__ void promote(float (&o)[kTileRegisters],
-                                        const float (&tile)[kTileRegisters], const float* factor) {
+// Factors of the rows of this thread's columns: four rows an element.
+using RowFactors = float4[kRows / 16];
+
+__device__ __forceinline__ void load_factors(RowFactors& t, const float* factor) {
   const float4* mine = reinterpret_cast<const float4*>(factor + (threadIdx.x & 3) * kFactorStride);
 #pragma unroll
-  for (int j = 0; j < kRows / 16; ++j) {
-    const float4 t = mine[j];
-    o[8 * j + 0] = __fmaf_rn(tile[8 * j + 0], t.x, o[8 * j + 0]);
-    o[8 * j + 1] = __fmaf_rn(tile[8 * j + 1], t.y, o[8 * j + 1]);
-    o[8 * j + 2] = __fmaf_rn(tile[8 * j + 2], t.x, o[8 * j + 2]);
-    o[8 * j + 3] = __fmaf_rn(tile[8 * j + 3], t.y, o[8 * j + 3]);
-    o[8 * j + 4] = __fmaf_rn(tile[8 * j + 4], t.z, o[8 * j + 4]);
-    o[8 * j + 5] = __fmaf_rn(tile[8 * j + 5], t.w, o[8 * j + 5]);
-    o[8 * j + 6] = __fmaf_rn(tile[8 * j + 6], t.z, o[8 * j + 6]);
-    o[8 * j + 7] = __fmaf_rn(tile[8 * j + 7], t.w, o[8 * j + 7]);
+  for (int j = 0; j < kRows / 16; ++j) t[j] = mine[j];
+}
+
+// [S8] O = fma(T, t, O) for one part of the rows of a chunk.
+__device__ __forceinline__ void promote(float (&o)[kTileRegisters],
+                                        const float (&tile)[kPartRegisters], const RowFactors& factor,
+                                        int part) {
+#pragma unroll
+  for (int j = 0; j < kPartRows / 16; ++j) {
+    const float4 t = factor[part * (kPartRows / 16) + j];
+    float* to = o + part * kPartRegisters + 8 * j;
+    to[0] = __fmaf_rn(tile[8 * j + 0], t.x, to[0]);
+    to[1] = __fmaf_rn(tile[8 * j + 1], t.y, to[1]);
+    to[2] = __fmaf_rn(tile[8 * j + 2], t.x, to[2]);
+    to[3] = __fmaf_rn(tile[8 * j + 3], t.y, to[3]);
+    to[4] = __fmaf_rn(tile[8 * j + 4], t.z, to[4]);
+    to[5] = __fmaf_rn(tile[8 * j + 5], t.w, to[5]);
+    to[6] = __fmaf_rn(tile[8 * j + 6], t.z, to[6]);
+    to[7] = __fmaf_rn(tile[8 * j + 7], t.w, to[7]);
   }
 }
 
@@ -94,40 +108,26 @@ __device__ __forceinline__ unsigned long long weights_desc(const Storage& s, uns
   return kPages == 1 ? wgmma_desc_sw64(base) : wgmma_desc_sw128(base);
 }
 
-using GroupValues = unsigned[kPages][kChunkGroup][2][4];
+using ChunkValues = unsigned[2 * kPages][4];  // a k32 step each
 
-// Load V of one group of chunks.
-__device__ __forceinline__ void load_group(GroupValues& raw, const Storage& s, int half,
-                                           const unsigned (&stage)[kPages], int group) {
+// Load V of one chunk.
+__device__ __forceinline__ void load_chunk(ChunkValues& raw, const Storage& s, int half,
+                                           const unsigned (&stage)[kPages], int chunk) {
 #pragma unroll
   for (int page = 0; page < kPages; ++page) {
     const unsigned latent = shared_address(s.stages[stage[page]].latent);
-#pragma unroll
-    for (int c = 0; c < kChunkGroup; ++c) {
-      load_values(raw[page][c][0], latent, half, group + c, 0);
-      load_values(raw[page][c][1], latent, half, group + c, 1);
-    }
+    load_values(raw[2 * page], latent, half, chunk, 0);
+    load_values(raw[2 * page + 1], latent, half, chunk, 1);
   }
 }
 
-// Start T of one group of chunks, from zero, one step a 32 tokens.
-__device__ __forceinline__ void issue_group(float (&tile)[kChunkGroup][kTileRegisters],
-                                            GroupValues& a, const GroupValues& raw,
-                                            unsigned long long weights) {
-#pragma unroll
-  for (int c = 0; c < kChunkGroup; ++c) {
-#pragma unroll
-    for (int step = 0; step < 2 * kPages; ++step) {
-      transpose_values(a[step >> 1][c][step & 1], raw[step >> 1][c][step & 1]);
-    }
-  }
+// Start T of one part, from zero, one step a 32 tokens.
+__device__ __forceinline__ void issue_part(float (&tile)[kPartRegisters], const ChunkValues& a,
+                                           unsigned long long weights) {
   wgmma_fence();
 #pragma unroll
-  for (int c = 0; c < kChunkGroup; ++c) {
-#pragma unroll
-    for (int step = 0; step < 2 * kPages; ++step) {
-      wgmma_m64k32_e4m3_rs(tile[c], a[step >> 1][c][step & 1], weights + 2 * step, step != 0);
-    }
+  for (int step = 0; step < 2 * kPages; ++step) {
+    wgmma_m64k32_e4m3_rs(tile, a[step], weights + 2 * step, step != 0);
   }
   wgmma_commit_group();
 }
@@ -142,36 +142,103 @@ __device__ __forceinline__ void release_pages(Storage& s, const unsigned (&stage
   }
 }
 
-// [S8] One block; `stage` holds its pages. Where registers allow, V of the next group is loaded while
-// the tensor core works on this one.
-__device__ __forceinline__ void output_block(Outputs& o, Storage& s, int half,
-                                             const unsigned (&stage)[kPages], unsigned buffer,
-                                             const TraceOutput& trace) {
-  const unsigned long long weights = weights_desc(s, buffer);
-  GroupValues raw, a;
-  if (kLoadAhead) load_group(raw, s, half, stage, 0);
-  const int4 raised = *reinterpret_cast<const int4*>(s.raised[buffer]);
-  if (raised.x | raised.y | raised.z | raised.w) scale_outputs(o, s.raise_factor[buffer]);
+// What was there when looked for ahead of need: a test of a barrier takes some 70 cycles even where
+// it succeeds, and here it runs beside the tensor core.
+struct Seen {
+  bool weights = false;
+  bool pages[kPages] = {};
+};
+
+// The blocks of a split, in order.
+struct OutputLoop {
+  const MlaDecodeParams& p;
+  Storage& s;
+  const int half;
+  Ring<kStages> stage;    // of the next page
+  Ring<kBuffers> buffer;  // of the next block
+  Seen seen;
+  Profile<kOutputIntervals> profile;
+
+  __device__ __forceinline__ void look_ahead() {
+    seen.weights = mbarrier_test_wait_parity(
+        shared_address(&s.barriers.weights_full[buffer.index]), buffer.phase);
+    Ring<kStages> at = stage;
 #pragma unroll
-  for (int group = 0; group < kOutputChunks; group += kChunkGroup) {
-    const bool last = group + kChunkGroup == kOutputChunks;
-    float tile[kChunkGroup][kTileRegisters];
-    if (!kLoadAhead) load_group(raw, s, half, stage, group);
-    issue_group(tile, a, raw, weights);
-    if (last) release_pages(s, stage);
-    if (kLoadAhead && !last) load_group(raw, s, half, stage, group + kChunkGroup);
-    wgmma_wait_group<0>();
-#pragma unroll
-    for (int c = 0; c < kChunkGroup; ++c) {
-      promote(o[group + c], tile[c], s.block_factor[buffer]);
-      trace.chunk(group + c, tile[c], o[group + c]);
+    for (int page = 0; page < kPages; ++page) {
+      seen.pages[page] =
+          mbarrier_test_wait_parity(shared_address(&s.barriers.stage_full[at.index]), at.phase);
+      at.advance();
     }
   }
-  __syncwarp();
-  if ((threadIdx.x & 31) == 0) {
-    mbarrier_arrive(shared_address(&s.barriers.weights_empty[buffer]));
+
+  // Waits for the next block; its pages and its P tile.
+  __device__ __forceinline__ unsigned take_block(unsigned (&pages)[kPages]) {
+    if (!seen.weights) {
+      MBARRIER_WAIT(shared_address(&s.barriers.weights_full[buffer.index]), buffer.phase);
+    }
+    fence_proxy_async_shared();  // P was written by the score warps, the tensor core reads it
+    profile.mark(kProfileWaitWeights);
+    // The copies' own barriers make their writes visible to this thread; they completed long ago.
+#pragma unroll
+    for (int page = 0; page < kPages; ++page) {
+      if (!seen.pages[page]) {
+        MBARRIER_WAIT(shared_address(&s.barriers.stage_full[stage.index]), stage.phase);
+      }
+      pages[page] = stage.index;
+      stage.advance();
+    }
+    profile.mark(kProfileWaitStage);
+    const unsigned at = buffer.index;
+    buffer.advance();
+    return at;
   }
-}
+
+  // [S8] One block.
+  __device__ __forceinline__ void run_block(Outputs& o, const TraceOutput& trace) {
+    unsigned pages[kPages];
+    const unsigned at = take_block(pages);
+    const unsigned long long weights = weights_desc(s, at);
+    ChunkValues raw, a;
+    load_chunk(raw, s, half, pages, 0);
+    const int4 raised = *reinterpret_cast<const int4*>(s.raised[at]);
+    if (raised.x | raised.y | raised.z | raised.w) scale_outputs(o, s.raise_factor[at]);
+    RowFactors factor;
+    load_factors(factor, s.block_factor[at]);
+#pragma unroll
+    for (int chunk = 0; chunk < kOutputChunks; ++chunk) {
+      const bool last = chunk + 1 == kOutputChunks;
+      if (!kLoadAhead && chunk > 0) load_chunk(raw, s, half, pages, chunk);
+#pragma unroll
+      for (int step = 0; step < 2 * kPages; ++step) transpose_values(a[step], raw[step]);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        float tile[kPartRegisters];
+        issue_part(tile, a, weights + part * (kPartRows * kBlockN >> 4));
+        if (last && part == 0) release_pages(s, pages);
+        if (last && part == kParts - 1) look_ahead();
+        if (kLoadAhead && !last && part == 0) load_chunk(raw, s, half, pages, chunk + 1);
+        wgmma_wait_group<0>();
+        promote(o[chunk], tile, factor, part);
+        trace.chunk(chunk, part, tile, o[chunk]);
+      }
+    }
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) {
+      mbarrier_arrive(shared_address(&s.barriers.weights_empty[at]));
+    }
+    profile.mark(kProfileOutput);
+  }
+
+  __device__ __forceinline__ void run(Outputs& o, const Split& split) {
+    // The Q tile's place in the ring; not waited for: nothing here would keep it from its next phase.
+    if (kQueryInRegisters) stage.advance();
+    seen = Seen{};
+#pragma unroll 1
+    for (int block = split.begin; block < split.end; ++block) {
+      run_block(o, TraceOutput(p, split.req, block, half));
+    }
+  }
+};
 
 // [S9] Divide by L and store: bf16 where the split is the only one, fp32 partials otherwise.
 __device__ __forceinline__ void store_outputs(const Outputs& o, const MlaDecodeParams& p,
@@ -207,38 +274,17 @@ __device__ __forceinline__ void output_role(const MlaDecodeParams& p, Storage& s
   const int lane = threadIdx.x & 31;
   Schedule schedule(p);
   Split split;
-  Ring<kStages> stage;
-  Ring<kBuffers> buffer;
-  Profile<kOutputIntervals> profile;
+  OutputLoop loop{p, s, half};
   unsigned phase = 0;
   while (schedule.next(split)) {
     Outputs o = {};
-    // The Q tile's place in the ring; not waited for: nothing here would keep it from its next phase.
-    if (kQueryInRegisters) stage.advance();
-#pragma unroll 1
-    for (int block = split.begin; block < split.end; ++block) {
-      const TraceOutput trace(p, split.req, block, half);
-      MBARRIER_WAIT(shared_address(&s.barriers.weights_full[buffer.index]), buffer.phase);
-      profile.mark(kProfileWaitWeights);
-      // The copies' own barriers make their writes visible to this thread; they completed long ago.
-      unsigned pages[kPages];
-#pragma unroll
-      for (int page = 0; page < kPages; ++page) {
-        MBARRIER_WAIT(shared_address(&s.barriers.stage_full[stage.index]), stage.phase);
-        pages[page] = stage.index;
-        stage.advance();
-      }
-      profile.mark(kProfileWaitStage);
-      output_block(o, s, half, pages, buffer.index, trace);
-      profile.mark(kProfileOutput);
-      buffer.advance();
-    }
+    loop.run(o, split);
     MBARRIER_WAIT(shared_address(&s.barriers.sum_full), phase);
     store_outputs(o, p, s, split, half);
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared_address(&s.barriers.sum_empty));
     phase ^= 1;
-    profile.mark(kProfileStore);
+    loop.profile.mark(kProfileStore);
   }
-  if (threadIdx.x % kWarpgroup == 0) profile.store(profile_slot(p, kOutputLeftRole + half));
+  if (threadIdx.x % kWarpgroup == 0) loop.profile.store(profile_slot(p, kOutputLeftRole + half));
 }

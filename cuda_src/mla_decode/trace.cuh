@@ -78,15 +78,17 @@ struct TraceOutput {
     }
   }
 
-  __device__ __forceinline__ void chunk(int c, const float (&tile)[kRows / 2],
+  // One part of the rows of a chunk, after its promotion.
+  template <int kRegisters>
+  __device__ __forceinline__ void chunk(int c, int part, const float (&tile)[kRegisters],
                                         const float (&o)[kRows / 2]) const {
     if (!base) return;
     const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
-    for (int i = 0; i < kRows / 2; ++i) {
-      const int row = 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
+    for (int i = 0; i < kRegisters; ++i) {
+      const int row = 2 * kRegisters * part + 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
       const int dim = 256 * half + 64 * c + 16 * warp + 2 * (lane >> 2) + ((i >> 1) & 1);
       base[kTraceChunk + row * kKvLoraRank + dim] = tile[i];
-      base[kTraceOutput + row * kKvLoraRank + dim] = o[i];
+      base[kTraceOutput + row * kKvLoraRank + dim] = o[kRegisters * part + i];
     }
   }
 };
@@ -102,7 +104,8 @@ struct TraceBlock {
 
 struct TraceOutput {
   __device__ __forceinline__ TraceOutput(const MlaDecodeParams&, int, int, int) {}
-  __device__ __forceinline__ void chunk(int, const float (&)[kRows / 2],
+  template <int kRegisters>
+  __device__ __forceinline__ void chunk(int, int, const float (&)[kRegisters],
                                         const float (&)[kRows / 2]) const {}
 };
 #endif

@@ -8,7 +8,6 @@
 #include "mla_decode/scores.cuh"
 #include "mla_decode/storage.cuh"
 #include "mla_decode/trace.cuh"
-#include "ptx/fence.cuh"
 
 // Where the score warps' cycles go.
 enum ScoreInterval {
@@ -210,6 +209,7 @@ struct ScoreLoop {
   int limit[kHalves];  // where each row's visible tokens end
   int min_limit;       // the least of the CTA's rows
   unsigned query_place;   // of the Q tile in the ring
+  bool tokens_seen;       // the factors of `stage` were there when looked for ahead of need
   Ring<kStages> stage;    // of the page whose scores are issued next
   Ring<kBuffers> buffer;  // of the block that is weighted next
   ScoreProfile profile;
@@ -241,14 +241,40 @@ struct ScoreLoop {
     }
   }
 
-  // Start S of the next page; returns its stage.
-  __device__ __forceinline__ unsigned issue(float (&scores)[kScores], const QueryFragments& q) {
+  // The next page, once its factors are there; its stage.
+  __device__ __forceinline__ unsigned take_page() {
     profile.mark(kProfileSoftmax);
-    MBARRIER_WAIT(shared_address(&s.barriers.tokens_ready[stage.index]), stage.phase);
+    if (!tokens_seen) {
+      MBARRIER_WAIT(shared_address(&s.barriers.tokens_ready[stage.index]), stage.phase);
+    }
     profile.mark(kProfileWaitTokens);
     const unsigned at = stage.index;
-    issue_scores(scores, q, s, at);
     stage.advance();
+    tokens_seen = false;
+    return at;
+  }
+
+  // A test of a barrier takes some 70 cycles even where it succeeds: made ahead of need, it runs
+  // beside the arithmetic. Where it fails, the wait comes in its usual place.
+  __device__ __forceinline__ void look_for_page() {
+    tokens_seen = mbarrier_test_wait_parity(
+        shared_address(&s.barriers.tokens_ready[stage.index]), stage.phase);
+  }
+
+  // One piece of S of the next page, where there is one.
+  template <bool kNext, int kPiece>
+  __device__ __forceinline__ void issue(float (&scores)[kScores], const QueryFragments& q,
+                                        const PageOperands& at) {
+    if constexpr (!kNext) return;
+    profile.mark(kProfileSoftmax);
+    issue_piece<kPiece>(scores, q, at);
+    profile.mark(kProfileIssue);
+  }
+
+  // Start all of S of the next page; returns its stage.
+  __device__ __forceinline__ unsigned issue(float (&scores)[kScores], const QueryFragments& q) {
+    const unsigned at = take_page();
+    issue_scores(scores, q, s, at);
     profile.mark(kProfileIssue);
     return at;
   }
@@ -293,8 +319,7 @@ struct ScoreLoop {
     update_rows(rows, top, n, lane_sum, t, r);
     profile.mark(kProfileSoftmax);
     store_factors(s, buffer.index, t, r, first);
-    fence_proxy_async_shared();
-    __syncwarp();
+    __syncwarp();  // the readers fence P for the tensor core (output_role)
     if ((threadIdx.x & 31) == 0) {
       mbarrier_arrive(shared_address(&s.barriers.weights_full[buffer.index]));
     }
@@ -303,9 +328,16 @@ struct ScoreLoop {
     profile.mark(kProfilePublish);
   }
 
-  __device__ __forceinline__ void wait_buffer() {
+  __device__ __forceinline__ bool look_for_buffer() {
+    return mbarrier_test_wait_parity(shared_address(&s.barriers.weights_empty[buffer.index]),
+                                     buffer.phase ^ 1);
+  }
+
+  __device__ __forceinline__ void wait_buffer(bool seen) {
     profile.mark(kProfileSoftmax);
-    MBARRIER_WAIT(shared_address(&s.barriers.weights_empty[buffer.index]), buffer.phase ^ 1);
+    if (!seen) {
+      MBARRIER_WAIT(shared_address(&s.barriers.weights_empty[buffer.index]), buffer.phase ^ 1);
+    }
     profile.mark(kProfileWaitBuffer);
   }
 
@@ -317,25 +349,21 @@ struct ScoreLoop {
     PerRow top, n, lane_sum = {};
     trace.scores(x);
     const unsigned own = from;
-    if constexpr (kNext) {
-      profile.mark(kProfileSoftmax);
-      MBARRIER_WAIT(shared_address(&s.barriers.tokens_ready[stage.index]), stage.phase);
-      profile.mark(kProfileWaitTokens);
-      from = stage.index;
-      stage.advance();
-    }
+    if constexpr (kNext) from = take_page();
     const PageOperands at(s, from);
-    if constexpr (kNext) issue_piece<0>(next[0], q, at);
+    issue<kNext, 0>(next[0], q, at);
     scores_to_logits(x[0], rows, s.token_scale[own]);
-    if constexpr (kNext) issue_piece<1>(next[0], q, at);
+    issue<kNext, 1>(next[0], q, at);
     find_max(x, block, top, n);
-    if constexpr (kNext) issue_piece<2>(next[0], q, at);
+    issue<kNext, 2>(next[0], q, at);
     logits_to_weights<0, 4>(x[0], lane_sum, n, s.token_inverse[own]);
-    if constexpr (kNext) issue_piece<3>(next[0], q, at);
+    const bool buffer_seen = look_for_buffer();
+    issue<kNext, 3>(next[0], q, at);
     logits_to_weights<4, 8>(x[0], lane_sum, n, s.token_inverse[own]);
     trace.weights(x[0], 0);
-    wait_buffer();
+    wait_buffer(buffer_seen);
     store_weights(s.weights[buffer.index], x[0], 0);
+    if constexpr (kNext) look_for_page();
     weigh_end(top, n, lane_sum, block == split.begin, trace);
     if constexpr (kNext) wait_scores();
   }
@@ -377,7 +405,7 @@ struct ScoreLoop {
     for (int page = 0; page < kPages; ++page) {
       logits_to_weights<0, 8>(x[page], lane_sum, n, s.token_inverse[from[page]]);
       trace.weights(x[page], page);
-      if (page == 0) wait_buffer();
+      if (page == 0) wait_buffer(false);
       store_weights(s.weights[buffer.index], x[page], page);
       if constexpr (kNext) from[page] = issue(x[page], q);
     }
@@ -399,6 +427,7 @@ struct ScoreLoop {
   }
 
   __device__ __forceinline__ void run(const QueryFragments& q, const Split& split) {
+    tokens_seen = false;  // the last split may have looked at this one's Q tile
     if (split.begin == split.end) {
       release_query();  // of an empty request: nobody uses its Q
       return;

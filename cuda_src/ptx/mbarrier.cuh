@@ -39,6 +39,21 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(unsigned bar, unsigned 
   return done != 0;
 }
 
+// mbarrier.test_wait.parity (acquire): the same question, answered at once.
+__device__ __forceinline__ bool mbarrier_test_wait_parity(unsigned bar, unsigned parity) {
+  unsigned done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(done)
+      : "r"(bar), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // fence.mbarrier_init: makes initialised barriers visible to the asynchronous proxy and cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
