@@ -10,10 +10,15 @@
 //   o_accum f32 [splits][rows][512], lse_accum f32 [splits][rows] (log2 units), num_splits i32
 //   [batch + 1] cumulative; out bf16 [batch][rows][512]; lse f32 [batch][heads][seq_len_q]
 //
-// Launch: a 1-D grid of any size, 128 threads, dynamic shared memory of kChunk x 512 bytes. Requests
-// with one split were finished by mla_decode and are passed over 32 at a time. Of the others, those
-// with few splits give a row to each warp; the others give 128 dims of a row to each CTA, which
-// brings all splits at once. May be launched as a dependent of mla_decode.
+// Launch: a 1-D grid of any size, 128 threads, kWarps x kTileFloats floats of dynamic shared memory.
+// Requests with at most one split are passed over: mla_decode finished them. Of the others a warp
+// takes items on its own, without barriers of the CTA: four, two or one whole rows of up to 2, 4 or
+// 8 splits, else 128, 64 or 32 dims of a row, so that all splits (up to 136) of an item fit in the
+// warp's shared memory and are on the way at once. More splits are taken 136 at a time.
+//
+// May be launched as a dependent of mla_decode. num_splits is read before griddepcontrol.wait:
+// mla_decode signals launch_dependents only after its own wait, so what ran before it (plan_decode,
+// which writes num_splits) has then completed. Everything else is read after the wait.
 #include "common/log2.cuh"
 #include "common/softmax.cuh"
 #include "mla_combine_params.h"
@@ -23,200 +28,481 @@
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr unsigned kFullMask = 0xffffffffu;
-constexpr int kFewSplits = 8;  // up to here a row is a warp's
-constexpr int kDimsPerItem = 128;
-constexpr int kItemsPerRow = kKvLoraRank / kDimsPerItem;
-constexpr int kChunk = 128;  // splits held at once
-static_assert(kChunk * kDimsPerItem * 4 == SMEM_BYTES, "the kernel table states the size");
+constexpr int kMaxSplits = 136;  // held at once; 132 SMs make up to 132 of a request
+constexpr int kTileFloats = kMaxSplits * 32;  // o of a warp's item
+constexpr int kLanesPerRow = 8;               // that hold the weights where a warp takes whole rows
+constexpr int kLseRegisters = (kMaxSplits + 31) / 32;
+static_assert(kWarps * kTileFloats * 4 == SMEM_BYTES, "the kernel table states the size");
 
-// The splits of one row.
-struct Row {
-  const float* lse2;  // of the first split
-  const float* o;
-  long long lse_stride, o_stride;  // between splits
-  int count;
+// What a warp merges at a time, by the splits of the request.
+template <int kRows_, int kDims_>
+struct Shape {
+  static constexpr int kRows = kRows_, kDims = kDims_;
+  static constexpr int kSplits = kTileFloats / (kRows * kDims);  // that fit in the tile
+  static constexpr int kPerRow = kKvLoraRank / kDims;            // items of kRows rows
+  static constexpr bool kWholeRows = kDims == kKvLoraRank;
 };
 
-__device__ __forceinline__ Row row_of(const MlaCombineParams& p, int first_split, int count,
-                                      int row) {
-  const long long at = static_cast<long long>(first_split) * p.num_rows + row;
-  return Row{p.lse_accum + at, p.o_accum + at * kKvLoraRank, p.num_rows,
-             static_cast<long long>(p.num_rows) * kKvLoraRank, count};
+// Call f with the Shape for `count` splits. (Lambdas are host functions to NVRTC.)
+template <class F>
+__device__ __forceinline__ auto with_shape(int count, F f) {
+  if (count <= Shape<4, 512>::kSplits) return f(Shape<4, 512>{});
+  if (count <= Shape<2, 512>::kSplits) return f(Shape<2, 512>{});
+  if (count <= Shape<1, 512>::kSplits) return f(Shape<1, 512>{});
+  if (count <= Shape<1, 128>::kSplits) return f(Shape<1, 128>{});
+  if (count <= Shape<1, 64>::kSplits) return f(Shape<1, 64>{});
+  return f(Shape<1, 32>{});
 }
 
-__device__ __forceinline__ float warp_max(float x) {
-  for (int step = 16; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(kFullMask, x, step));
-  return x;
-}
+__device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
 
-// [C4] lse of a row, by one thread.
-__device__ __forceinline__ void store_lse(const MlaCombineParams& p, int req, int row, bool empty,
-                                          float top, float total) {
-  const int query = row / p.num_heads_q, head = row % p.num_heads_q;
-  const long long line = static_cast<long long>(req) * p.num_heads_q + head;
-  const float lse2 = empty ? kNegInf : __fadd_rn(top, log2_soft(total));
-  p.lse[line * p.seq_len_q + query] = natural_lse(lse2);
-}
+// --- Which item ----------------------------------------------------------------------------------
 
-// --- A row a warp: lane s holds the weight of split s ---------------------------------------------
+struct Item {
+  int req, first_split, count;  // count 0: no item
+  int index;                    // among the items of its request
+};
 
-__device__ __forceinline__ void combine_few(const MlaCombineParams& p, const Row& r, int req,
-                                            int row) {
-  const int lane = threadIdx.x & 31;
-  const float lse2 = lane < r.count ? r.lse2[lane * r.lse_stride] : kNegInf;
-  const float top = warp_max(lse2);  // [C1]
-  const bool empty = !__any_sync(kFullMask, !(lse2 == kNegInf));
-  const float weight = ex2_approx_ftz(__fsub_rn(lse2, empty ? 0.0f : top));  // [C2]
-  float total = 0.0f;
-  for (int s = 0; s < r.count; ++s) {
-    total = __fadd_rn(total, __shfl_sync(kFullMask, weight, s));
+struct CountItems {
+  int num_rows;
+
+  template <class S>
+  __device__ __forceinline__ int operator()(S) const {
+    return (num_rows + S::kRows - 1) / S::kRows * S::kPerRow;
   }
-  const float mine = __fmul_rn(weight, __frcp_rn(total));
+};
 
-  float acc[4][4] = {};
-  for (int s = 0; s < r.count; ++s) {
-    const float a = __shfl_sync(kFullMask, mine, s);
-    const float4* o = reinterpret_cast<const float4*>(r.o + s * r.o_stride) + lane;
+// Items of a request with `count` splits.
+__device__ __forceinline__ int num_items(const MlaCombineParams& p, int count) {
+  return count < 2 ? 0 : with_shape(count, CountItems{p.num_rows});
+}
+
+// Requests are looked at in groups of 128, four a lane.
+constexpr int kRequestsPerLane = 4;
+constexpr int kGroup = 32 * kRequestsPerLane;
+
+struct Group {
+  int base = -kGroup;                // its first request
+  int splits[kRequestsPerLane + 1];  // num_splits at this lane's requests
+  int own_items[kRequestsPerLane];   // of these
+  int items_before;                  // of the lanes before
+  int items_through;                 // of them and this lane
+  int items = 0;                     // of all lanes
+};
+
+// The group after g. Read past the first-level cache: griddepcontrol.wait, which might be what
+// makes it forget older data, has not run yet.
+__device__ __forceinline__ void next_group(const MlaCombineParams& p, Group& g) {
+  g.base += kGroup;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float4 part = o[32 * i];
-      acc[i][0] = __fmaf_rn(a, part.x, acc[i][0]);  // [C3]
-      acc[i][1] = __fmaf_rn(a, part.y, acc[i][1]);
-      acc[i][2] = __fmaf_rn(a, part.z, acc[i][2]);
-      acc[i][3] = __fmaf_rn(a, part.w, acc[i][3]);
+  for (int k = 0; k <= kRequestsPerLane; ++k) {
+    const int req = min(g.base + kRequestsPerLane * lane_id() + k, p.batch);
+    g.splits[k] = __ldcg(p.num_splits + req);
+  }
+  int mine = 0;
+#pragma unroll
+  for (int k = 0; k < kRequestsPerLane; ++k) {
+    g.own_items[k] = num_items(p, g.splits[k + 1] - g.splits[k]);
+    mine += g.own_items[k];
+  }
+  g.items_through = mine;
+  for (int step = 1; step < 32; step <<= 1) {
+    const int below = __shfl_up_sync(kFullMask, g.items_through, step);
+    if (lane_id() >= step) g.items_through += below;
+  }
+  g.items_before = g.items_through - mine;
+  g.items = __shfl_sync(kFullMask, g.items_through, 31);
+}
+
+// Item `index` of those from the start of the group on. Moves group and index to where it is.
+__device__ __forceinline__ Item find_item(const MlaCombineParams& p, Group& g, int& index) {
+  while (index >= g.items) {
+    index -= g.items;
+    if (p.batch - g.base <= kGroup) return Item{0, 0, 0, 0};
+    next_group(p, g);
+  }
+  Item item = {0, 0, 0, 0};  // right in the one lane whose requests it belongs to
+  int local = index - g.items_before;
+#pragma unroll
+  for (int k = 0; k < kRequestsPerLane; ++k) {
+    if (local >= 0 && local < g.own_items[k]) {
+      item = Item{g.base + kRequestsPerLane * lane_id() + k, g.splits[k],
+                  g.splits[k + 1] - g.splits[k], local};
+    }
+    local -= g.own_items[k];
+  }
+  const int owner = __ffs(__ballot_sync(kFullMask, index < g.items_through)) - 1;
+  return Item{__shfl_sync(kFullMask, item.req, owner),
+              __shfl_sync(kFullMask, item.first_split, owner),
+              __shfl_sync(kFullMask, item.count, owner),
+              __shfl_sync(kFullMask, item.index, owner)};
+}
+
+// --- Loads ---------------------------------------------------------------------------------------
+
+// The splits of the rows and dims of one item.
+struct Source {
+  const float* lse2;  // of the first split and row
+  const float* o;     // at its first dim
+  int split_rows;     // rows of a split: the distance between splits
+  int row, num_rows;  // first row, and how many the item has
+  int dim, count;     // first dim; splits
+
+  // Rows from the first split to another.
+  __device__ __forceinline__ long long rows_to(int split) const {
+    return static_cast<long long>(split) * split_rows;
+  }
+};
+
+template <class S>
+__device__ __forceinline__ Source source_of(const MlaCombineParams& p, const Item& item) {
+  const int row = item.index / S::kPerRow * S::kRows;
+  const int dim = item.index % S::kPerRow * S::kDims;
+  const long long at = static_cast<long long>(item.first_split) * p.num_rows + row;
+  const int rows = min(S::kRows, p.num_rows - row);
+  return Source{p.lse_accum + at, p.o_accum + at * kKvLoraRank + dim, p.num_rows, row, rows, dim,
+                item.count};
+}
+
+// Start bringing one row's splits first .. first + n - 1 into the tile, [split][dims]. With 128
+// dims or more a lane brings just what it reads itself.
+template <class S>
+__device__ __forceinline__ void load_tile(float* tile, const Source& from, int row, int first,
+                                          int n) {
+  constexpr int kUnits = S::kDims / 4;  // 16-byte units of a split
+  constexpr int kLanes = kUnits < 32 ? kUnits : 32;
+  constexpr int kSplitsAtOnce = 32 / kLanes;
+  const int split = lane_id() / kLanes;
+  const float* o =
+      from.o + (from.rows_to(first + split) + row) * kKvLoraRank + lane_id() % kLanes * 4;
+  unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + lane_id() * 16;
+#pragma unroll(S::kWholeRows ? 1 : 4)
+  for (int s = split; s < n; s += kSplitsAtOnce) {
+#pragma unroll
+    for (int unit = 0; unit < kUnits; unit += kLanes) {
+      cp_async_16(to, o + 4 * unit);
+      to += 32 * 16;
+    }
+    o += from.rows_to(kSplitsAtOnce) * kKvLoraRank;
+  }
+}
+
+using Lse = float[kLseRegisters];
+
+// lse2 of one row's splits first + lane, first + lane + 32, ... of those held at once; else -inf.
+template <class S>
+__device__ __forceinline__ void load_lse(Lse& lse2, const Source& from, int first) {
+#pragma unroll
+  for (int k = 0; 32 * k < S::kSplits; ++k) {
+    const int split = lane_id() + 32 * k;
+    const bool exists = split < S::kSplits && first + split < from.count;
+    lse2[k] = exists ? from.lse2[from.rows_to(first + split)] : kNegInf;
+  }
+}
+
+// Start everything of an item: lse2 first, since the weights are computed while o arrives.
+template <class S>
+__device__ __forceinline__ void load_item(float* tile, Lse& lse2, const Source& from) {
+  if constexpr (S::kWholeRows) {
+    const int row = lane_id() / kLanesPerRow, split = lane_id() % kLanesPerRow;
+    const bool exists = row < from.num_rows && split < from.count;
+    lse2[0] = exists ? from.lse2[from.rows_to(split) + row] : kNegInf;
+#pragma unroll 1
+    for (int r = 0; r < from.num_rows; ++r) {
+      load_tile<S>(tile + r * S::kSplits * S::kDims, from, r, 0, from.count);
+    }
+  } else {
+    load_lse<S>(lse2, from, 0);
+    load_tile<S>(tile, from, 0, 0, min(from.count, S::kSplits));
+  }
+}
+
+// --- Results -------------------------------------------------------------------------------------
+
+// What a lane knows of a row's lse.
+struct RowSum {
+  int row;  // negative: not this lane's to store
+  float top, total;
+};
+
+__device__ __forceinline__ RowSum row_sum(int row, bool empty, float top, float total) {
+  return empty ? RowSum{row, kNegInf, 1.0f} : RowSum{row, top, total};
+}
+
+// [C4]
+__device__ __forceinline__ void store_lse(const MlaCombineParams& p, int req, const RowSum& sum) {
+  if (sum.row < 0) return;
+  const int query = sum.row / p.num_heads_q, head = sum.row % p.num_heads_q;
+  const long long line = static_cast<long long>(req) * p.num_heads_q + head;
+  p.lse[line * p.seq_len_q + query] = natural_lse(__fadd_rn(sum.top, log2_soft(sum.total)));
+}
+
+// [C4] values as bf16 can show them. Hardly ever does one need to be held.
+template <int kCount>
+__device__ __forceinline__ void finish_values(float (&acc)[kCount], bool empty) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    acc[i] = empty ? 0.0f : acc[i];
+    largest = fmaxf(largest, fabsf(acc[i]));  // NaN, which hold keeps, does not win
+  }
+  if (largest > kBf16Max) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) acc[i] = hold(acc[i]);
+  }
+}
+
+// [C4] consecutive dims of out.
+__device__ __forceinline__ void store_values(unsigned short* out, const float (&x)[1]) {
+  *out = static_cast<unsigned short>(cvt_bf16x2(0.0f, x[0]));
+}
+__device__ __forceinline__ void store_values(unsigned short* out, const float (&x)[2]) {
+  *reinterpret_cast<unsigned*>(out) = cvt_bf16x2(x[1], x[0]);
+}
+__device__ __forceinline__ void store_values(unsigned short* out, const float (&x)[4]) {
+  *reinterpret_cast<uint2*>(out) = make_uint2(cvt_bf16x2(x[1], x[0]), cvt_bf16x2(x[3], x[2]));
+}
+
+__device__ __forceinline__ unsigned short* out_at(const MlaCombineParams& p, int req, int row,
+                                                  int dim) {
+  return static_cast<unsigned short*>(p.out) +
+         (static_cast<long long>(req) * p.num_rows + row) * kKvLoraRank + dim;
+}
+
+// acc = fma(a, o, acc) over this lane's consecutive dims of one split.
+__device__ __forceinline__ void add_split(float (&acc)[1], float a, const float* o) {
+  acc[0] = __fmaf_rn(a, *o, acc[0]);
+}
+__device__ __forceinline__ void add_split(float (&acc)[2], float a, const float* o) {
+  const float2 part = *reinterpret_cast<const float2*>(o);
+  acc[0] = __fmaf_rn(a, part.x, acc[0]);
+  acc[1] = __fmaf_rn(a, part.y, acc[1]);
+}
+__device__ __forceinline__ void add_split(float (&acc)[4], float a, const float* o) {
+  const float4 part = *reinterpret_cast<const float4*>(o);
+  acc[0] = __fmaf_rn(a, part.x, acc[0]);
+  acc[1] = __fmaf_rn(a, part.y, acc[1]);
+  acc[2] = __fmaf_rn(a, part.z, acc[2]);
+  acc[3] = __fmaf_rn(a, part.w, acc[3]);
+}
+
+// --- Whole rows: eight lanes hold the weights of a row, lane 8 r + s that of split s -------------
+
+// One row; `mine`: the lane's normalised weight.
+template <class S>
+__device__ __forceinline__ void merge_row(unsigned short* out, const float* tile, int count,
+                                          float mine, int source_lane, bool empty) {
+  float acc[4][4] = {};
+#pragma unroll
+  for (int s = 0; s < S::kSplits; ++s) {
+    if (s < count) {
+      const float a = __shfl_sync(kFullMask, mine, source_lane + s);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) add_split(acc[i], a, tile + s * S::kDims + 128 * i);  // [C3]
     }
   }
-  uint2* out = static_cast<uint2*>(p.out) +
-               (static_cast<long long>(req) * p.num_rows + row) * (kKvLoraRank / 4) + lane;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    float value[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) value[k] = empty ? 0.0f : hold(acc[i][k]);  // [C4]
-    out[32 * i] = make_uint2(cvt_bf16x2(value[1], value[0]), cvt_bf16x2(value[3], value[2]));
-  }
-  if (lane == 0) store_lse(p, req, row, empty, top, total);
-}
-
-// --- 128 dims of a row a CTA: a thread a dim --------------------------------------------------------
-
-// [C1] the maximum of a row's lse2 and whether all of them are -inf, on every thread.
-__device__ __forceinline__ float row_top(const Row& r, bool& empty) {
-  __shared__ float tops[kWarps];
-  float top = kNegInf;
-  bool other = false;  // a maximum of -inf can also come from NaN splits
-  for (int s = threadIdx.x; s < r.count; s += kThreads) {
-    const float lse2 = r.lse2[s * r.lse_stride];
-    top = fmaxf(top, lse2);
-    other |= !(lse2 == kNegInf);
-  }
-  top = warp_max(top);
-  if ((threadIdx.x & 31) == 0) tops[threadIdx.x >> 5] = top;
-  empty = !__syncthreads_or(other);
-  return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
-}
-
-// Start bringing splits first .. first + n - 1 of this CTA's dims into shared memory.
-__device__ __forceinline__ void load_splits(float* tile, const Row& r, int first, int n) {
-  constexpr int kUnits = kDimsPerItem / 4;  // 16-byte units of a split
-  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(tile));
-  for (int i = threadIdx.x; i < n * kUnits; i += kThreads) {
-    const int split = i / kUnits, unit = i % kUnits;
-    cp_async_16(base + i * 16, r.o + (first + split) * r.o_stride + unit * 4);
+    finish_values(acc[i], empty);
+    store_values(out + 128 * i, acc[i]);
   }
 }
 
-// [C2] weights of splits first .. first + n - 1.
-__device__ __forceinline__ void load_weights(float* weights, const Row& r, int first, int n,
-                                             float top) {
-  if (threadIdx.x < n) {
-    weights[threadIdx.x] =
-        ex2_approx_ftz(__fsub_rn(r.lse2[(first + threadIdx.x) * r.lse_stride], top));
+template <class S>
+__device__ __forceinline__ RowSum merge_rows(const MlaCombineParams& p, int req, const float* tile,
+                                             const Lse& lse, const Source& from) {
+  const float lse2 = lse[0];
+  float top = lse2;  // [C1]
+  for (int step = kLanesPerRow / 2; step > 0; step >>= 1) {
+    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, step));
   }
-}
-
-__device__ __forceinline__ void combine_many(const MlaCombineParams& p, Row r, int req, int row,
-                                             int first_dim) {
-  extern __shared__ float tile[];
-  __shared__ float weights[kChunk];
-  static_assert(kChunk <= kThreads, "a thread a weight");
-  r.o += first_dim;
-  load_splits(tile, r, 0, min(kChunk, r.count));
-  bool empty;
-  float top = row_top(r, empty);
-  top = empty ? 0.0f : top;
+  // Not from top: NaN splits do not win it.
+  const unsigned seen = __ballot_sync(kFullMask, !(lse2 == kNegInf));
+  const int first_lane = lane_id() & ~(kLanesPerRow - 1);
+  const bool empty = (seen >> first_lane & 0xffu) == 0;
+  const float weight = ex2_approx_ftz(__fsub_rn(lse2, empty ? 0.0f : top));  // [C2]
   float total = 0.0f;
-  for (int first = 0; first < r.count; first += kChunk) {
-    const int n = min(kChunk, r.count - first);
-    __syncthreads();
-    load_weights(weights, r, first, n, top);
-    __syncthreads();
-#pragma unroll 8
-    for (int i = 0; i < n; ++i) total = __fadd_rn(total, weights[i]);
+#pragma unroll
+  for (int s = 0; s < S::kSplits; ++s) {
+    if (s < from.count) {
+      total = __fadd_rn(total, __shfl_sync(kFullMask, weight, s, kLanesPerRow));
+    }
+  }
+  const float mine = __fmul_rn(weight, __frcp_rn(total));
+  cp_async_wait_all();
+#pragma unroll 1
+  for (int r = 0; r < from.num_rows; ++r) {
+    const bool row_empty = (seen >> (kLanesPerRow * r) & 0xffu) == 0;
+    merge_row<S>(out_at(p, req, from.row + r, 4 * lane_id()),
+                 tile + r * S::kSplits * S::kDims + 4 * lane_id(), from.count, mine,
+                 kLanesPerRow * r, row_empty);
+  }
+  const int row = lane_id() / kLanesPerRow;
+  const bool stores = lane_id() == first_lane && row < from.num_rows;
+  return row_sum(stores ? from.row + row : -1, empty, top, total);
+}
+
+// --- Dims of one row: the weights of all splits lie in shared memory -----------------------------
+
+template <class S>
+__device__ __forceinline__ void put_weights(float* weights, const Lse& x) {
+#pragma unroll
+  for (int k = 0; 32 * k < S::kSplits; ++k) {
+    if (lane_id() + 32 * k < kMaxSplits) weights[lane_id() + 32 * k] = x[k];
+  }
+  __syncwarp();
+}
+
+// [C2] lse2 becomes the weight.
+template <class S>
+__device__ __forceinline__ void weigh(Lse& lse2, float top) {
+#pragma unroll
+  for (int k = 0; 32 * k < S::kSplits; ++k) lse2[k] = ex2_approx_ftz(__fsub_rn(lse2[k], top));
+}
+
+// [C2] n weights in order. Those behind them, up to a multiple of four, are of splits that do not
+// exist: zero, or NaN where top is -inf, but then a split is NaN and so is the total.
+__device__ __forceinline__ float add_weights(float total, const float* weights, int n) {
+#pragma unroll 4
+  for (int i = 0; i < n; i += 4) {
+    const float4 w = *reinterpret_cast<const float4*>(weights + i);
+    total = __fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(total, w.x), w.y), w.z), w.w);
+  }
+  __syncwarp();  // read before they are replaced
+  return total;
+}
+
+// [C3] n splits in order.
+template <class S, int kCount>
+__device__ __forceinline__ void add_splits(float (&acc)[kCount], const float* tile,
+                                           const float* weights, int n) {
+  const float* o = tile + kCount * lane_id();
+  int i = 0;
+#pragma unroll(kCount == 4 ? 2 : 4)
+  for (; i + 4 <= n; i += 4) {
+    const float4 a = *reinterpret_cast<const float4*>(weights + i);
+    add_split(acc, a.x, o + (i + 0) * S::kDims);
+    add_split(acc, a.y, o + (i + 1) * S::kDims);
+    add_split(acc, a.z, o + (i + 2) * S::kDims);
+    add_split(acc, a.w, o + (i + 3) * S::kDims);
+  }
+#pragma unroll 1
+  for (; i < n; ++i) add_split(acc, weights[i], o + i * S::kDims);
+  __syncwarp();  // read before they are replaced
+}
+
+// [C1] the row's top; `empty`: all its splits are. lse2 holds the first ones.
+template <class S>
+__device__ __forceinline__ float row_top(Lse& lse2, const Source& from, bool& empty) {
+  float top = kNegInf;
+  bool other = false;  // a top of -inf can also come from NaN splits
+  for (int first = 0; first < from.count; first += S::kSplits) {
+    if (first > 0) load_lse<S>(lse2, from, first);
+#pragma unroll
+    for (int k = 0; 32 * k < S::kSplits; ++k) {
+      top = fmaxf(top, lse2[k]);
+      other |= !(lse2[k] == kNegInf);
+    }
+  }
+  for (int step = 16; step > 0; step >>= 1) {
+    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, step));
+  }
+  empty = !__any_sync(kFullMask, other);
+  return empty ? 0.0f : top;
+}
+
+template <class S>
+__device__ __forceinline__ RowSum merge_dims(const MlaCombineParams& p, int req, float* tile,
+                                             float* weights, Lse& lse2, const Source& from) {
+  // Only the narrowest shape meets more splits than are held at once.
+  if constexpr (S::kSplits < kMaxSplits) __builtin_assume(from.count <= S::kSplits);
+  const bool again = from.count > S::kSplits;
+  bool empty;
+  const float top = row_top<S>(lse2, from, empty);
+  float total = 0.0f;
+  for (int first = 0; first < from.count; first += S::kSplits) {
+    if (again) load_lse<S>(lse2, from, first);
+    weigh<S>(lse2, top);
+    put_weights<S>(weights, lse2);
+    total = add_weights(total, weights, min(S::kSplits, from.count - first));
   }
   const float inverse = __frcp_rn(total);
-  float acc = 0.0f;
-  for (int first = 0; first < r.count; first += kChunk) {
-    const int n = min(kChunk, r.count - first);
-    if (r.count > kChunk) {
-      __syncthreads();
-      if (first > 0) load_splits(tile, r, first, n);
-      load_weights(weights, r, first, n, top);
+  float acc[S::kDims / 32] = {};
+  for (int first = 0; first < from.count; first += S::kSplits) {
+    const int n = min(S::kSplits, from.count - first);
+    if (first > 0) load_tile<S>(tile, from, 0, first, n);
+    if (again) {
+      load_lse<S>(lse2, from, first);
+      weigh<S>(lse2, top);
     }
+#pragma unroll
+    for (int k = 0; 32 * k < S::kSplits; ++k) lse2[k] = __fmul_rn(lse2[k], inverse);
     cp_async_wait_all();
-    __syncthreads();
-#pragma unroll 8
-    for (int i = 0; i < n; ++i) {
-      acc = __fmaf_rn(__fmul_rn(weights[i], inverse), tile[i * kDimsPerItem + threadIdx.x], acc);
+    put_weights<S>(weights, lse2);  // ends in a barrier: the tile is there for all lanes
+    add_splits<S>(acc, tile, weights, n);
+  }
+  finish_values(acc, empty);
+  store_values(out_at(p, req, from.row, from.dim + S::kDims / 32 * lane_id()), acc);
+  return row_sum(from.dim == 0 && lane_id() == 0 ? from.row : -1, empty, top, total);
+}
+
+// -------------------------------------------------------------------------------------------------
+
+struct LoadItem {
+  const MlaCombineParams& p;
+  const Item& item;
+  float* tile;
+  Lse& lse2;
+
+  template <class S>
+  __device__ __forceinline__ void operator()(S) const {
+    load_item<S>(tile, lse2, source_of<S>(p, item));
+  }
+};
+
+struct MergeItem {
+  const MlaCombineParams& p;
+  const Item& item;
+  float *tile, *weights;
+  Lse& lse2;
+
+  template <class S>
+  __device__ __forceinline__ RowSum operator()(S) const {
+    const Source from = source_of<S>(p, item);
+    if constexpr (S::kWholeRows) {
+      return merge_rows<S>(p, item.req, tile, lse2, from);
+    } else {
+      return merge_dims<S>(p, item.req, tile, weights, lse2, from);
     }
   }
-  const int dim = first_dim + threadIdx.x;
-  const long long at = (static_cast<long long>(req) * p.num_rows + row) * kKvLoraRank + dim;
-  const float value = empty ? 0.0f : hold(acc);  // [C4]
-  static_cast<unsigned short*>(p.out)[at] = static_cast<unsigned short>(cvt_bf16x2(0.0f, value));
-  if (dim == 0) store_lse(p, req, row, empty, top, total);
-  __syncthreads();
-}
-
-// ---------------------------------------------------------------------------------------------------
-
-// Items of a request, and one of them. An item is four rows, or 128 dims of a row.
-__device__ __forceinline__ int num_items(const MlaCombineParams& p, int count) {
-  return count <= kFewSplits ? (p.num_rows + kWarps - 1) / kWarps : p.num_rows * kItemsPerRow;
-}
-
-__device__ __forceinline__ void combine_item(const MlaCombineParams& p, int req, int first_split,
-                                             int count, int item) {
-  if (count <= kFewSplits) {
-    const int row = item * kWarps + (threadIdx.x >> 5);
-    if (row < p.num_rows) combine_few(p, row_of(p, first_split, count, row), req, row);
-  } else {
-    const int row = item / kItemsPerRow;
-    combine_many(p, row_of(p, first_split, count, row), req, row,
-                 (item % kItemsPerRow) * kDimsPerItem);
-  }
-}
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads, 3)
     mla_combine(const __grid_constant__ MlaCombineParams p) {
-  const int lane = threadIdx.x & 31;
-  griddepcontrol_wait();
-  long long item = blockIdx.x;  // of the next request that has splits to merge
-  for (int base = 0; base < p.batch; base += 32) {
-    const int mine = base + lane;
-    const int first = mine < p.batch ? p.num_splits[mine] : 0;
-    const int count = mine < p.batch ? p.num_splits[mine + 1] - first : 0;
-    unsigned several = __ballot_sync(kFullMask, count > 1);
-    for (; several != 0; several &= several - 1) {
-      const int source = __ffs(several) - 1;
-      const int first_split = __shfl_sync(kFullMask, first, source);
-      const int num_splits = __shfl_sync(kFullMask, count, source);
-      const int items = num_items(p, num_splits);
-      for (; item < items; item += gridDim.x) {
-        combine_item(p, base + source, first_split, num_splits, static_cast<int>(item));
-      }
-      item -= items;
+  extern __shared__ float4 tiles[];
+  __shared__ float4 all_weights[kWarps][kMaxSplits / 4];
+  const int warp = __shfl_sync(kFullMask, threadIdx.x >> 5, 0);  // the same in all lanes
+  float* tile = reinterpret_cast<float*>(tiles) + warp * kTileFloats;
+  float* weights = reinterpret_cast<float*>(all_weights[warp]);
+
+  // Few items are spread over the CTAs before a CTA gets more; two that follow one another, mostly
+  // of one row, go to the same one, where its lse2 are then cached.
+  const int grid = static_cast<int>(gridDim.x);
+  int index = ((warp >> 1) * grid + static_cast<int>(blockIdx.x)) * 2 + (warp & 1);
+  Group group;
+  Item item = {0, 0, 0, 0};
+  Lse lse2;
+  for (;; index += kWarps * grid) {
+    const Item next = find_item(p, group, index);  // while the loads of `item` are on the way
+    if (item.count > 0) {
+      store_lse(p, item.req, with_shape(item.count, MergeItem{p, item, tile, weights, lse2}));
+      __syncwarp();  // the tile is read before the next item replaces it
+    } else {
+      griddepcontrol_wait();
+      griddepcontrol_launch_dependents();  // they wait for this grid's end before they touch memory
     }
+    if (next.count == 0) break;
+    item = next;
+    with_shape(item.count, LoadItem{p, item, tile, lse2});
   }
-  griddepcontrol_launch_dependents();
 }

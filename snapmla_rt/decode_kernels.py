@@ -113,7 +113,7 @@ PLAN_DECODE = KernelSpec(
 )
 
 COMBINE_THREADS = 128
-COMBINE_SMEM = 128 * 128 * 4  # 128 splits of 128 dims
+COMBINE_SMEM = 4 * 136 * 32 * 4  # a warp: 136 splits of 32 dims, or 8 of 512
 COMBINE_CTAS_PER_SM = 3  # what fits beside that
 
 MLA_COMBINE = KernelSpec(

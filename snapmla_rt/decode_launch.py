@@ -9,8 +9,10 @@ too early or overwrite too early:
 1. Every one of them, and every kernel of the data movement, executes griddepcontrol.wait in every
    thread before it touches global memory. The wait returns when the predecessor on the stream has
    completed and its writes are visible, whenever the predecessor signalled launch_dependents.
-   mla_decode signals after its last loads are issued and mla_combine after its stores: both only
-   decide when the successor may become resident.
+   mla_decode signals after its last loads are issued and mla_combine once it has waited: both only
+   decide when the successor may become resident. One exception: mla_combine reads num_splits before
+   its wait. It becomes resident when mla_decode has signalled, which mla_decode does after its own
+   wait, so plan_decode and everything else before mla_decode has completed by then.
 2. So a kernel completes only after its predecessor has completed, and by induction after everything
    before it on the stream. In particular the mla_decode of the next layer, or of the next step,
    writes out, o_accum and lse_accum only after the mla_combine that read them has completed: it is

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .decode_kernels import COMBINE_CTAS_PER_SM, MLA_DECODE
 from .errors import ArgumentError
 
-COMBINE_ITEMS_PER_ROW = 4  # at most: 128 dims each
+COMBINE_CTAS_PER_ROW = 8  # at most: two warps' items of 32 dims each
 _SHAPE_DEFINES = {"ROWS", "BLOCK_N", "SMEM_BYTES"}
 
 
@@ -42,5 +42,8 @@ def decode_variant(num_rows: int, block_n: int, *, debug: bool = False, trace: b
 
 
 def combine_ctas(num_sms: int, batch: int, num_rows: int) -> int:
-    """CTAs of mla_combine: one an item, at most what the GPU holds at once."""
-    return min(num_sms * COMBINE_CTAS_PER_SM, batch * num_rows * COMBINE_ITEMS_PER_ROW)
+    """CTAs of mla_combine: as many as the most splits can use, at most what the GPU holds at once.
+
+    How many splits a request has is decided on the GPU; few splits leave CTAs without work.
+    """
+    return min(num_sms * COMBINE_CTAS_PER_SM, batch * num_rows * COMBINE_CTAS_PER_ROW)

@@ -1,4 +1,7 @@
-"""Measure mla_combine alone: burst method, warm partial results as a decode leaves them.
+"""Measure mla_combine, by itself and behind mla_decode: burst method.
+
+`us`, `us_queued`: alone, on partial results that the caches hold. `us_behind`: what it adds to
+mla_decode, decode and combine in an unbroken queue less decode in one.
 
 python tools/bench_mla_combine.py [--out tools/results/mla_combine_h200.json]
 """
@@ -14,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 from bench import Bench, machine
 from bench_decode_data import Call, Case, Pool
 
@@ -23,7 +27,24 @@ CASES = (
     *(Case(h, 1, 8, 131072) for h in (16, 64, 128)),
     *(Case(h, 1, 128, 8192) for h in (16, 64, 128)),
     *(Case(64, 1, 128, 8192, (("num_splits", n),)) for n in (2, 8)),
+    *(Case(128, 1, 8, 131072, (("num_splits", n),)) for n in (4, 17)),
 )
+
+
+def measure(bench: Bench, pool: Pool, case: Case) -> dict[str, Any]:
+    call = Call(pool, case)
+    call.enqueue(0)
+    combine = call.calls[0].launches[-1]
+    alone = bench.time(lambda i: combine())
+    behind = bench.time(call.enqueue).us_queued - bench.time(call.enqueue_decode).us_queued
+    num_splits = call.plan.num_splits.numpy(bench.stream)[: case.b + 1]
+    counts = np.diff(num_splits)
+    row: dict[str, Any] = {"h": case.h, "b": case.b, "context": case.context}
+    row |= {"plan": dict(case.plan)}
+    row |= {"splits": int(num_splits[-1]), "most_splits": int(counts.max())}
+    row |= {"bytes_read": int(counts[counts > 1].sum()) * case.h * case.s_q * (512 + 1) * 4}
+    row |= {"us": round(alone.us, 2), "us_queued": round(alone.us_queued, 2)}
+    return row | {"us_behind": round(behind, 2)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,18 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench()
     pool, rows = Pool(bench), []
     for case in CASES:
-        call = Call(pool, case)
-        call.enqueue(0)
-        combine = call.calls[0].launches[-1]
-        timing = bench.time(lambda i, combine=combine: combine())
-        splits = int(call.plan.num_splits.numpy(bench.stream)[-1])
-        merged = splits if splits > case.b else 0
-        nbytes = merged * case.h * case.s_q * (512 + 1) * 4
-        row = {"h": case.h, "b": case.b, "context": case.context, "plan": dict(case.plan)}
-        row |= {"splits": splits, "us": round(timing.us, 2), "bytes_read": nbytes}
-        row |= {"us_queued": round(timing.us_queued, 2)}
+        row = measure(bench, pool, case)
         rows.append(row)
-        print(f"{case!s:<40} {splits:5d} splits {timing.us:6.2f} us", flush=True)
+        print(
+            f"{case!s:<40} {row['splits']:5d} splits, up to {row['most_splits']:3d} a request, "
+            f"{row['bytes_read'] / 1e6:5.1f} MB: {row['us']:6.2f} us alone, "
+            f"{row['us_behind']:6.2f} us behind mla_decode",
+            flush=True,
+        )
     if args.out is not None:
         result: dict[str, Any] = {**machine(0), **bench.floors(), "rows": rows}
         result |= {"commit": args.commit} if args.commit else {}
