@@ -12,8 +12,11 @@
 //   flat       not 0: stride_s = h stride_h and stride_b = s_q stride_s in both parts
 //   pow2       not 0: scale_rounding="pow2"
 //
-// Launch: 1-D grid of ceil(rows / (8 ROWS_PER_WARP)) CTAs, 256 threads, no dynamic shared memory; a
-// warp takes ROWS_PER_WARP rows and has all their loads under way at once. May be launched as a
+//   rows_per_cta, longer_ctas  the first longer_ctas CTAs take rows_per_cta + 1 rows, the others
+//              rows_per_cta, all rows together; 256 at most
+//
+// Launch: 1-D grid of CTAs for all rows, 256 threads, no dynamic shared memory; a warp has the
+// copies of RING_ROWS rows to shared memory under way while it quantises. May be launched as a
 // dependent of the kernel that writes q.
 #include "data_movement/quantize_q.cuh"
 #include "ptx/griddep.cuh"
@@ -23,5 +26,9 @@ extern "C" __global__ void __launch_bounds__(256, MIN_CTAS)
     quantize_q(const __grid_constant__ QuantizeQParams p) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  quantize_query_rows<INPUT_DTYPE>(p, blockIdx.x);
+  if (p.wide) {
+    quantize_query_rows<INPUT_DTYPE, true>(p, blockIdx.x);
+  } else {
+    quantize_query_rows<INPUT_DTYPE, false>(p, blockIdx.x);
+  }
 }

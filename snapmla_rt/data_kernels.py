@@ -9,11 +9,13 @@ THREADS = 256
 WARPS = THREADS // 32
 INPUT_DTYPES = ("bfloat16", "float16", "float32")  # INPUT_DTYPE 0, 1, 2 of common/types.cuh
 
-# Rows or tokens whose loads a warp has under way at once: enough bytes in flight to fill the memory
-# bandwidth at the number of CTAs an SM holds.
-ROWS_PER_WARP = 2
-APPEND_TOKENS_PER_WARP = 2
-FETCH_TOKENS_PER_WARP = 2
+# Rows that a warp has on the way to shared memory while it computes, as measured on an H200: enough
+# to fill the memory bandwidth at the number of CTAs an SM holds; more only delay other accesses.
+QUERY_RING_ROWS = 3
+APPEND_RING_ROWS = 2
+FLOAT32_RING_ROWS = 2  # rows of twice the size
+FETCH_ROWS_PER_WARP = 4  # all on the way at once
+CTA_ROWS = WARPS * 32  # the most of quantize_q and append_kv: each lane keeps what belongs to a row
 COPY_CTAS_PER_BLOCK = 4
 COPY_PAIRS = 64  # block copies of one launch: they travel in its parameters
 
@@ -44,6 +46,8 @@ APPEND_FIELDS: Fields = (
     ("deferred", "ptr<unsigned int>"),
     ("claim_base", "u32"),
     ("num_tokens", "u32"),
+    ("tokens_per_cta", "u32"),
+    ("longer_ctas", "u32"),
     ("slots_are_64bit", "i32"),
     ("wide", "i32"),
     ("pow2", "i32"),
@@ -61,7 +65,8 @@ QUERY_FIELDS: Fields = (
     ("rope_stride_b", "i64"),
     ("rope_stride_s", "i64"),
     ("rope_stride_h", "i64"),
-    ("num_rows", "u32"),
+    ("rows_per_cta", "u32"),
+    ("longer_ctas", "u32"),
     ("num_heads", "u32"),
     ("seq_len_q", "u32"),
     ("flat", "i32"),
@@ -71,26 +76,33 @@ QUERY_FIELDS: Fields = (
 
 
 def _variants(
-    suffix: str, registers: int, *defines: tuple[str, int], wide_registers: int | None = None
+    suffix: str,
+    registers: int,
+    *defines: tuple[str, int],
+    ring_rows: int = 0,
+    wide_registers: int | None = None,
 ) -> tuple[Variant, ...]:
-    """A variant for each input dtype; float32 rows take twice the registers to hold."""
+    """A variant for each input dtype; float32 rows take twice the registers and memory to hold.
+
+    ring_rows: RING_ROWS of 2-byte types; 0 for a kernel without a ring.
+    """
     variants = []
     for code, dtype in enumerate(INPUT_DTYPES):
-        limit = wide_registers if dtype == "float32" and wide_registers else registers
+        is_wide = dtype == "float32"
+        limit = wide_registers if is_wide and wide_registers else registers
         min_ctas = 65536 // (THREADS * limit)
         own = (("INPUT_DTYPE", code), ("MIN_CTAS", min_ctas), *defines)
+        own += (("RING_ROWS", FLOAT32_RING_ROWS if is_wide else ring_rows),) if ring_rows else ()
         variants.append(Variant(dtype + suffix, own, max_registers=limit))
     return tuple(variants)
 
-
-_ROWS = ("ROWS_PER_WARP", ROWS_PER_WARP)
 
 QUANTIZE_Q = KernelSpec(
     name="quantize_q",
     source="quantize_q.cu",
     params=QUERY_FIELDS,
     threads=THREADS,
-    variants=_variants("", 64, _ROWS, wide_registers=80),
+    variants=_variants("", 64, ring_rows=QUERY_RING_ROWS),
 )
 
 APPEND_KV = KernelSpec(
@@ -99,8 +111,15 @@ APPEND_KV = KernelSpec(
     params=APPEND_FIELDS,
     threads=THREADS,
     variants=(
-        *_variants("_scan", 64, ("TOKENS_PER_WARP", 0)),
-        *_variants("_claim", 64, ("TOKENS_PER_WARP", APPEND_TOKENS_PER_WARP), wide_registers=80),
+        *_variants("_scan", 64, ("CLAIM", 0)),
+        *_variants(
+            "_claim",
+            48,
+            ("CLAIM", 1),
+            ("CLAIM_FIRST", 0),
+            ring_rows=APPEND_RING_ROWS,
+            wide_registers=64,
+        ),
     ),
 )
 
@@ -113,10 +132,10 @@ PREPARE = KernelSpec(
         ("append_ctas", "u32"),
     ),
     threads=THREADS,
-    variants=_variants("", 64, _ROWS, ("TOKENS_PER_WARP", 0), wide_registers=80),
+    variants=_variants("", 64, ("CLAIM", 0), ring_rows=QUERY_RING_ROWS),
 )
 
-_FETCH = (("TOKENS_PER_WARP", FETCH_TOKENS_PER_WARP), ("MIN_CTAS", 5))
+_FETCH = (("ROWS_PER_WARP", FETCH_ROWS_PER_WARP), ("MIN_CTAS", 6))
 
 FETCH_DEQUANT = KernelSpec(
     name="fetch_dequant",
@@ -133,7 +152,8 @@ FETCH_DEQUANT = KernelSpec(
         ("block_table_stride", "i64"),
         ("starts", "ptr<const int>"),
         ("cu_seqlens", "ptr<const int>"),
-        ("num_rows", "u32"),
+        ("rows_per_cta", "u32"),
+        ("longer_ctas", "u32"),
         ("batch", "u32"),
         ("max_blocks", "u32"),
         ("slots_are_64bit", "i32"),
@@ -144,7 +164,7 @@ FETCH_DEQUANT = KernelSpec(
         Variant("slots", (("FROM_RANGES", 0), *_FETCH)),
         Variant("ranges", (("FROM_RANGES", 1), *_FETCH)),
     ),
-    max_registers=48,
+    max_registers=40,
 )
 
 COPY_BLOCKS = KernelSpec(

@@ -5,6 +5,7 @@ Nothing here checks arguments, allocates or synchronises; the API does that befo
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,10 +104,46 @@ def input_variant(dtype: str) -> str:
     return "bfloat16" if dtype == "uint16" else dtype
 
 
+@functools.lru_cache(maxsize=256)
+def ctas_at_once(name: str, variant: str, device_index: int) -> int:
+    """CTAs of a kernel that the GPU holds at the same time, as the kernel is compiled for."""
+    from .driver.device import device_info
+
+    return device_info(device_index).num_sms * define(name, variant, "MIN_CTAS")
+
+
+def define(name: str, variant: str, key: str) -> int:
+    """A define of a variant, from the kernel table."""
+    from .kernels import TABLE
+
+    return int(dict(TABLE[name].variant(variant).defines)[key])
+
+
+def long_ctas(num_rows: int, at_once: int) -> int:
+    """CTAs for rows that each CTA goes through: all run at once, in as many full rounds as the most
+    rows of a CTA ask for."""
+    rounds = -(-num_rows // (at_once * table.CTA_ROWS))
+    return min(ctas_for(num_rows, 1), at_once * rounds)
+
+
+def short_ctas(num_rows: int, at_once: int, rows_per_warp: int) -> int:
+    """CTAs of rows_per_warp rows a warp; fewer rows each where all can run at once."""
+    return max(ctas_for(num_rows, rows_per_warp), min(ctas_for(num_rows, 1), at_once))
+
+
+def ctas_for(num_rows: int, rows_per_warp: int) -> int:
+    return -(-num_rows // (table.WARPS * rows_per_warp))
+
+
+def shares(num_rows: int, num_ctas: int) -> tuple[int, int]:
+    """(rows of a CTA, how many CTAs take one more)."""
+    return divmod(num_rows, max(num_ctas, 1))
+
+
 def query_values(
-    nope: TensorView, rope: TensorView, out: tuple[TensorView, ...], pow2: bool
+    nope: TensorView, rope: TensorView, out: tuple[TensorView, ...], pow2: bool, num_ctas: int
 ) -> Values:
-    """QuantizeQParams."""
+    """QuantizeQParams for that many CTAs."""
     batch, seq_len_q, heads, _ = nope.shape
     flat = row_stride(nope), row_stride(rope)
     is_flat = None not in flat
@@ -118,17 +155,13 @@ def query_values(
         *(view.ptr for view in out),
         *nope_steps,
         *rope_steps,
-        batch * seq_len_q * heads,
+        *shares(batch * seq_len_q * heads, num_ctas),
         heads,
         seq_len_q,
         is_flat,
         rows_are_wide(nope, rope),
         pow2,
     )
-
-
-def query_ctas(num_rows: int) -> int:
-    return -(-num_rows // (table.WARPS * table.ROWS_PER_WARP))
 
 
 def append_values(
@@ -139,9 +172,11 @@ def append_values(
     pow2: bool,
     tokens: slice,
     claim: tuple[int, int, int, int] = (0, 0, 0, 0),
+    num_ctas: int = 1,
 ) -> Values:
-    """AppendKvParams for the tokens of a slice. claim: of AppendWorkspace, for that variant."""
-    first = tokens.start
+    """AppendKvParams for the tokens of a slice. claim (of AppendWorkspace) and num_ctas: for that
+    variant."""
+    first, count = tokens.start, tokens.stop - tokens.start
     return (
         *cache.values(),
         kv_c.ptr + first * kv_c.strides[0],
@@ -151,7 +186,8 @@ def append_values(
         slots.ptr + first * slots.strides[0],
         slots.strides[0],
         *claim,
-        tokens.stop - first,
+        count,
+        *shares(count, num_ctas),
         slots.dtype == "int64",
         rows_are_wide(kv_c, k_pe),
         pow2,
@@ -168,10 +204,11 @@ def launch_quantize_q(
 ) -> None:
     from .kernels import kernel
 
+    variant, device = input_variant(nope.dtype), nope.device_index
     num_rows = nope.shape[0] * nope.shape[1] * nope.shape[2]
-    kernel("quantize_q", input_variant(nope.dtype), nope.device_index).launch(
-        (query_ctas(num_rows), 1, 1), stream, *query_values(nope, rope, out, pow2), pdl=pdl
-    )
+    num_ctas = long_ctas(num_rows, ctas_at_once("quantize_q", variant, device))
+    values = query_values(nope, rope, out, pow2, num_ctas)
+    kernel("quantize_q", variant, device).launch((num_ctas, 1, 1), stream, *values, pdl=pdl)
 
 
 def launch_append_kv(
@@ -189,21 +226,23 @@ def launch_append_kv(
 
     num_tokens, dtype = kv_c.shape[0], input_variant(kv_c.dtype)
     if num_tokens <= APPEND_SCAN_MAX:
-        grid = (-(-num_tokens // table.WARPS), 1, 1)
+        grid = (ctas_for(num_tokens, 1), 1, 1)
         values = append_values(kv_c, k_pe, cache, slots, pow2, slice(0, num_tokens))
         scan = kernel("append_kv", f"{dtype}_scan", kv_c.device_index)
         scan.launch(grid, stream, *values, pdl=pdl)
         return
     assert workspace is not None
     step = min(APPEND_CLAIM_MAX, workspace.num_tokens)
-    claiming = kernel("append_kv", f"{dtype}_claim", kv_c.device_index)
+    variant = f"{dtype}_claim"
+    claiming = kernel("append_kv", variant, kv_c.device_index)
+    at_once = ctas_at_once("append_kv", variant, kv_c.device_index)
     for first in range(0, num_tokens, step):
         part = slice(first, min(first + step, num_tokens))
         count = part.stop - first
         claim = workspace.claim(count)
-        grid = (-(-count // (table.WARPS * table.APPEND_TOKENS_PER_WARP)), 1, 1)
-        values = append_values(kv_c, k_pe, cache, slots, pow2, part, claim)
-        claiming.launch(grid, stream, *values, pdl=pdl and first == 0)
+        num_ctas = long_ctas(count, at_once)
+        values = append_values(kv_c, k_pe, cache, slots, pow2, part, claim, num_ctas)
+        claiming.launch((num_ctas, 1, 1), stream, *values, pdl=pdl and first == 0)
 
 
 def launch_prepare(
@@ -221,17 +260,18 @@ def launch_prepare(
     """append_kv (at most APPEND_SCAN_MAX tokens) and quantize_q in one launch."""
     from .kernels import kernel
 
+    variant, device = input_variant(kv_c.dtype), kv_c.device_index
     num_tokens = kv_c.shape[0]
-    append_ctas = -(-num_tokens // table.WARPS)
+    append_ctas = ctas_for(num_tokens, 1)
     num_rows = nope.shape[0] * nope.shape[1] * nope.shape[2]
+    query_ctas = long_ctas(num_rows, ctas_at_once("prepare", variant, device))
     values = (
         *append_values(kv_c, k_pe, cache, slots, pow2, slice(0, num_tokens)),
-        *query_values(nope, rope, out, pow2),
+        *query_values(nope, rope, out, pow2, query_ctas),
         append_ctas,
     )
-    grid = (append_ctas + query_ctas(num_rows), 1, 1)
-    prepare = kernel("prepare", input_variant(kv_c.dtype), kv_c.device_index)
-    prepare.launch(grid, stream, *values, pdl=pdl)
+    grid = (append_ctas + query_ctas, 1, 1)
+    kernel("prepare", variant, device).launch(grid, stream, *values, pdl=pdl)
 
 
 @dataclass(frozen=True)
@@ -265,7 +305,11 @@ def launch_fetch_dequant(
 ) -> None:
     from .kernels import kernel
 
-    num_rows = kv_c.shape[0]
+    num_rows, device = kv_c.shape[0], cache.ckv.device_index
+    variant = "slots" if source.slots is not None else "ranges"
+    at_once = ctas_at_once("fetch_dequant", variant, device)
+    per_warp = define("fetch_dequant", variant, "ROWS_PER_WARP")
+    num_ctas = short_ctas(num_rows, at_once, per_warp)
     pointers, sizes, is_long = source.values()
     values = (
         *cache.values(),
@@ -274,11 +318,9 @@ def launch_fetch_dequant(
         kv_c.strides[0],
         k_pe.strides[0],
         *pointers,
-        num_rows,
+        *shares(num_rows, num_ctas),
         *sizes,
         is_long,
         is_aligned(kv_c, 16) and is_aligned(k_pe, 4),
     )
-    grid = (-(-num_rows // (table.WARPS * table.FETCH_TOKENS_PER_WARP)), 1, 1)
-    variant = "slots" if source.slots is not None else "ranges"
-    kernel("fetch_dequant", variant, cache.ckv.device_index).launch(grid, stream, *values, pdl=pdl)
+    kernel("fetch_dequant", variant, device).launch((num_ctas, 1, 1), stream, *values, pdl=pdl)

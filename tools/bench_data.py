@@ -1,11 +1,14 @@
-"""What the benchmarks of the data movement share: data, rows of results, the command line."""
+"""What the benchmarks of the data movement share: data, rows of results, the command line.
+
+`python tools/bench_data.py --tune` compares the kernels' compile-time options, see tune_data.py.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from bench import METHOD, ROOT, Bench, machine, update_rows
 
-from snapmla_rt import data_kernels, kernels
+from snapmla_rt import data_launch, kernels
 from snapmla_rt.config import BLOCK_SIZE, BYTES_PER_TOKEN
 from snapmla_rt.jit.loader import KernelLoader
-from snapmla_rt.jit.spec import KernelTable
+from snapmla_rt.jit.spec import Variant
 from snapmla_rt.tensor import TensorView
 
 RESULTS = ROOT / "tools" / "results" / "data_movement_h200.json"
 COPY_BYTES = 4 << 30
+FULL_TOKENS, FULL_ROWS = 65536, 128 * 128  # from here on a call is held against a copy of its size
 INPUT_BYTES = 2 * 576  # a bf16 row
 
 
@@ -74,6 +78,7 @@ class Report:
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.rows: list[dict[str, Any]] = []
+        self._same_size: dict[int, float] = {}
         self.floors = bench.floors()
         self.copy_gbps = bench.copy_gbps(COPY_BYTES)
         print(f"copy of 4 GiB: {self.copy_gbps:.0f} GB/s read plus written; {self.floors}")
@@ -81,7 +86,11 @@ class Report:
     def measure(
         self, kernel: str, tokens: int, nbytes: int, enqueue: Callable[[int], Any], **facts: Any
     ) -> None:
-        """Time a call that reads and writes nbytes in all."""
+        """Time a call that reads and writes nbytes in all.
+
+        A row that fills the GPU is also compared with a copy of as many bytes. That frees the
+        bench's arrays, so the call must not be used afterwards.
+        """
         timing = self.bench.time(enqueue)
         gbps = nbytes / timing.us / 1e3
         queued = nbytes / timing.us_queued / 1e3
@@ -103,6 +112,11 @@ class Report:
             **self.floors,
             **machine(self.bench.device_index),
         }
+        if tokens >= FULL_TOKENS or tokens * facts.get("heads", 0) >= FULL_ROWS:
+            same = self.same_size_copy_gbps(nbytes)
+            row["same_size_copy_gbps"] = round(same)
+            row["share_of_same_size_copy"] = round(gbps / same, 3)
+            facts["of_same_size_copy"] = row["share_of_same_size_copy"]
         self.rows.append(row)
         notes = ", ".join(f"{k}={v}" for k, v in facts.items())
         print(
@@ -112,33 +126,48 @@ class Report:
             flush=True,
         )
 
+    def same_size_copy_gbps(self, nbytes: int) -> float:
+        """Device copy bandwidth of copies that move nbytes in all, measured once."""
+        if nbytes not in self._same_size:
+            self._same_size[nbytes] = self.bench.copy_gbps(nbytes)
+        return self._same_size[nbytes]
 
-def retune(kernel: str, per_warp: int | None, min_ctas: int | None) -> None:
-    """Replace a kernel's work per warp and CTAs per SM for this process, to try others."""
-    names = {
-        "quantize_q": ("ROWS_PER_WARP", "ROWS_PER_WARP"),
-        "append_kv": ("TOKENS_PER_WARP", "APPEND_TOKENS_PER_WARP"),
-        "fetch_dequant": ("TOKENS_PER_WARP", "FETCH_TOKENS_PER_WARP"),
-    }
-    define, constant = names[kernel]
+
+_TABLE = kernels.TABLE
+_long_ctas = data_launch.long_ctas
+
+
+def retune(kernel: str, per_warp: int | None, options: Mapping[str, int]) -> None:
+    """Replace a kernel's options for this process, to try others.
+
+    per_warp: rows a warp of quantize_q or append_kv takes (None: so many that all run at once).
+    options: defines, such as MIN_CTAS, RING_ROWS and, of fetch_dequant, ROWS_PER_WARP. append_kv of
+    few tokens (scan) keeps its own.
+    """
     specs = []
-    for spec in kernels.TABLE.specs:
+    for spec in _TABLE.specs:
         if spec.name == kernel:
-            variants = []
-            for variant in spec.variants:
-                values: dict[str, int | str] = dict(variant.defines)
-                if per_warp is not None and values.get(define):
-                    values[define] = per_warp
-                if min_ctas is not None:
-                    values["MIN_CTAS"] = min_ctas
-                own = dataclasses.replace(variant, defines=tuple(values.items()), max_registers=255)
-                variants.append(own)
-            spec = dataclasses.replace(spec, variants=tuple(variants), max_registers=255)
+            tuned = tuple(_retuned(variant, options) for variant in spec.variants)
+            spec = dataclasses.replace(spec, variants=tuned, max_registers=255)
         specs.append(spec)
-    if per_warp is not None:
-        setattr(data_kernels, constant, per_warp)
-    table: KernelTable = dataclasses.replace(kernels.TABLE, specs=tuple(specs))
-    kernels.LOADER = KernelLoader(table)
+    kernels.TABLE = dataclasses.replace(_TABLE, specs=tuple(specs))
+    kernels.LOADER = KernelLoader(kernels.TABLE)
+    data_launch.ctas_at_once.cache_clear()
+
+    def num_ctas(num_rows: int, at_once: int) -> int:
+        if per_warp is None:
+            return _long_ctas(num_rows, at_once)
+        return data_launch.ctas_for(num_rows, per_warp)
+
+    data_launch.long_ctas = num_ctas
+
+
+def _retuned(variant: Variant, options: Mapping[str, int]) -> Variant:
+    defines = dict(variant.defines)
+    if defines.get("CLAIM") == 0:
+        return variant
+    own = tuple({**defines, **options}.items())
+    return dataclasses.replace(variant, defines=own, max_registers=255)
 
 
 def run(kernels_: Sequence[str], body: Callable[[Report, Any], None]) -> int:
@@ -147,11 +176,12 @@ def run(kernels_: Sequence[str], body: Callable[[Report, Any], None]) -> int:
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--out", type=Path, nargs="?", const=RESULTS, help=f"default {RESULTS}")
     parser.add_argument("--quick", action="store_true", help="the rows that the issue names only")
-    parser.add_argument("--per-warp", type=int, help="rows or tokens a warp, to try others")
-    parser.add_argument("--min-ctas", type=int, help="CTAs an SM to compile for, to try others")
+    parser.add_argument("--per-warp", type=int, help="of quantize_q and append_kv: rows")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a define")
     args = parser.parse_args()
-    if args.per_warp is not None or args.min_ctas is not None:
-        retune(kernels_[0], args.per_warp, args.min_ctas)
+    if args.per_warp is not None or args.set:
+        pairs = [text.split("=") for text in args.set]
+        retune(kernels_[0], args.per_warp, {name: int(value) for name, value in pairs})
     report = Report(Bench(args.device))
     body(report, args)
     if args.out:
@@ -162,3 +192,11 @@ def run(kernels_: Sequence[str], body: Callable[[Report, Any], None]) -> int:
 def token_bytes(num_tokens: int) -> int:
     """Bytes that an append reads (bf16 rows, int64 slots) and writes."""
     return num_tokens * (INPUT_BYTES + 8 + BYTES_PER_TOKEN)
+
+
+if __name__ == "__main__":
+    if "--tune" not in sys.argv[1:]:
+        sys.exit(f"{__doc__}\nThe benchmarks themselves: bench_append_kv.py and the like.")
+    import tune_data
+
+    sys.exit(tune_data.main())

@@ -44,11 +44,6 @@ def body(report: Report, args: Any) -> None:
     for batch, heads in NAMED if args.quick else CASES:
         for cold in (True, False):
             measure(report, batch, heads, cold)
-    same = report.bench.copy_gbps(128 * 128 * (INPUT_BYTES + BYTES_PER_TOKEN))
-    print(f"copy of as many bytes as b=128, h=128: {same:.0f} GB/s")
-    for row in report.rows:
-        if row["tokens"] == 128 and row["heads"] == 128:
-            row["same_size_copy_gbps"] = round(same)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-// 16 bytes and element pairs at addresses of any alignment their element type has.
+// 16 bytes, 8 codes and element pairs at addresses of any alignment their element type has.
 //
 // `wide` is the host's word that the whole array allows the wide access; it is the same for every
 // thread of a launch, so the branch costs nothing. Narrow accesses give the same bytes, slower.
@@ -51,6 +51,23 @@ __device__ __forceinline__ void store_16(char* to, uint4 x, bool wide) {
     st_global_v4(to, x);
   } else {
     store_16_narrow<kBytes>(to, x);
+  }
+}
+
+// Eight e4m3 codes.
+__device__ __forceinline__ uint2 load_codes_8_narrow(const char* from) {
+  u32 words[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) words[i / 4] |= ld_global_u8(from + i) << (8 * (i % 4));
+  return make_uint2(words[0], words[1]);
+}
+
+__device__ __forceinline__ void store_codes_8(char* to, uint2 codes, bool wide) {
+  if (wide) {
+    st_global_v2(to, codes);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) st_global_u8(to + i, (i < 4 ? codes.x : codes.y) >> (8 * (i % 4)));
   }
 }
 

@@ -15,8 +15,10 @@ struct TokenPlace {
   char* scale;
 };
 
+// Unsigned, because that halves the 64-bit products.
 __device__ __forceinline__ TokenPlace token_place(const CacheParams& cache, int slot) {
-  const i64 block = slot / kBlockSize, offset = slot % kBlockSize;
+  const u32 index = static_cast<u32>(slot);
+  const i64 block = index / kBlockSize, offset = index % kBlockSize;
   return TokenPlace{
       static_cast<char*>(cache.ckv) + block * cache.ckv_block_stride +
           offset * cache.ckv_token_stride,

@@ -22,6 +22,12 @@ constexpr u32 kNanBits = 0x7fffffffu;  // the one NaN of the hardware
 constexpr float kSmallScale = 0x1p-92f;
 constexpr float kLift = 0x1p+32f;
 
+// Where a row's latent and RoPE values lie.
+struct RowPlace {
+  const char* latent;
+  const char* rope;
+};
+
 // One lane's share of a row, as it lies in memory.
 template <int kInput>
 struct LaneRow {
@@ -66,7 +72,7 @@ __device__ __forceinline__ void load_row_wide(LaneRow<kInput>& row, const char* 
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const char* at = latent + (half * kWarpSize + lane) * kLaneBytes;
+    const char* at = latent + lane * kLaneBytes + half * kWarpSize * kLaneBytes;
 #pragma unroll
     for (int i = 0; i < LaneRow<kInput>::kWords; i += 4) {
       // fp32: two loads share each sector, so the first one leaves it in L1 for the second.
@@ -94,7 +100,7 @@ __device__ __forceinline__ void load_row_narrow(LaneRow<kInput>& row, const char
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const char* at = latent + (half * kWarpSize + lane) * kLaneBytes;
+    const char* at = latent + lane * kLaneBytes + half * kWarpSize * kLaneBytes;
 #pragma unroll
     for (int i = 0; i < LaneRow<kInput>::kWords; i += 4) {
       const uint4 x = load_16_narrow<kElement>(at + 4 * i);
@@ -151,12 +157,31 @@ __device__ __forceinline__ float row_scale(float amax, float rmax, bool pow2) {
 // all mantissas of scale (2^23) times all 16 half-way significands times the 13 nearest x have been
 // tried: no quotient differs (tests/reference/test_division.py repeats it). The remainder is exact
 // where exponent(q) + exponent(scale) >= -103, that is for every quotient from 2^-11 on if scale
-// >= 2^-92 (quantize_row lifts smaller ones); below 2^-11 the code is a zero in any case.
+// >= 2^-92 (latent_codes lifts smaller ones); below 2^-11 the code is a zero in any case.
 // The remainder is taken as q scale - x so that -0 keeps its sign: fma(+0, -rcp, -0) = -0.
 __device__ __forceinline__ float quotient(float x, float scale, float rcp) {
   const float q = __fmul_rn(x, rcp);
   const float remainder = __fmaf_rn(q, scale, -x);
   return __fmaf_rn(remainder, -rcp, q);
+}
+
+// [Q3] of the warp's row. kLifted: by numbers 2^32 times as large, whose quotients are the same.
+template <int kInput, bool kLifted>
+__device__ __forceinline__ void latent_codes(uint2 (&codes)[2], const LaneRow<kInput>& row,
+                                             float row_scale) {
+  const float scale = kLifted ? __fmul_rn(row_scale, kLift) : row_scale;
+  const float rcp = __frcp_rn(scale);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float x[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float own = element<kInput>(row.latent[half], j);
+      x[j] = quotient(kLifted ? __fmul_rn(own, kLift) : own, scale, rcp);
+    }
+    codes[half].x = e4m3x4_from_f32(x[0], x[1], x[2], x[3]);
+    codes[half].y = e4m3x4_from_f32(x[4], x[5], x[6], x[7]);
+  }
 }
 
 // The rule on one row of the warp. Called by all lanes together.
@@ -177,44 +202,23 @@ __device__ __forceinline__ LaneCodes quantize_row(const LaneRow<kInput>& row, bo
 
   LaneCodes out;
   out.scale = row_scale(__uint_as_float(amax_bits), __uint_as_float(rmax_bits), pow2);  // [Q2]
-  const bool lift = out.scale < kSmallScale;  // the same for the whole warp
-  const float factor = lift ? kLift : 1.0f;
-  const float scale = __fmul_rn(out.scale, factor);
-  const float rcp = __frcp_rn(scale);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {  // [Q3]
-    float x[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = element<kInput>(row.latent[half], j);
-    if (lift) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) x[j] = __fmul_rn(x[j], kLift);
-    }
-#pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = quotient(x[j], scale, rcp);
-    out.codes[half].x = e4m3x4_from_f32(x[0], x[1], x[2], x[3]);
-    out.codes[half].y = e4m3x4_from_f32(x[4], x[5], x[6], x[7]);
+  if (out.scale < kSmallScale) {  // the same for the whole warp, and rare
+    latent_codes<kInput, true>(out.codes, row, out.scale);
+  } else {
+    latent_codes<kInput, false>(out.codes, row, out.scale);
   }
   const float r0 = element<kInput>(row.rope, 0), r1 = element<kInput>(row.rope, 1);
   out.rope = cvt_bf16x2(__fdiv_rn(r1, out.scale), __fdiv_rn(r0, out.scale));  // [Q4]
   return out;
 }
 
-// Writes a quantised row; `wide` as in access.cuh. Called by all lanes together.
-//
-// Lanes 2k and 2k + 1 swap half of their codes, so that each stores 16 consecutive ones: even lanes
-// cover the first 256 codes, odd lanes the second.
-__device__ __forceinline__ void store_row(const LaneCodes& row, char* codes, char* rope, char* scale,
-                                          bool wide) {
+// Writes the codes and the RoPE of a quantised row; `wide` as in access.cuh. Each store of the warp
+// fills whole lines: 256 codes, 256 codes, 64 RoPE values.
+__device__ __forceinline__ void store_codes(const LaneCodes& row, char* codes, char* rope,
+                                            bool wide) {
   const int lane = threadIdx.x % kWarpSize;
-  const bool odd = lane % 2;
-  const uint2 give = odd ? row.codes[0] : row.codes[1];
-  uint2 got;
-  got.x = __shfl_xor_sync(kAllLanes, give.x, 1);
-  got.y = __shfl_xor_sync(kAllLanes, give.y, 1);
-  const uint4 own = odd ? make_uint4(got.x, got.y, row.codes[1].x, row.codes[1].y)
-                        : make_uint4(row.codes[0].x, row.codes[0].y, got.x, got.y);
-  store_16<1>(codes + (odd ? 256 + 8 * (lane - 1) : 8 * lane), own, wide);
+  codes += 8 * lane;
+  store_codes_8(codes, row.codes[0], wide);
+  store_codes_8(codes + 256, row.codes[1], wide);
   store_pair(rope + 4 * lane, row.rope, wide);
-  if (lane == 0) st_global_u32(scale, __float_as_uint(row.scale));
 }

@@ -5,6 +5,10 @@
 #include "append_kv_params.h"
 #include "common/layout.cuh"
 #include "common/quantize.cuh"
+#if CLAIM
+#include "data_movement/row_ring.cuh"
+#include "ptx/atomic.cuh"
+#endif
 
 constexpr int kAppendWarps = 8;
 constexpr int kAppendThreads = kAppendWarps * kWarpSize;
@@ -14,20 +18,28 @@ __device__ __forceinline__ int token_slot(const AppendKvParams& p, u32 token) {
   return valid_slot(load_slot(p.slot_mapping, p.slot_stride, p.slots_are_64bit, token), p.cache);
 }
 
-template <int kInput>
-__device__ __forceinline__ void load_token(LaneRow<kInput>& row, const AppendKvParams& p,
-                                           u32 token) {
+__device__ __forceinline__ RowPlace token_source(const AppendKvParams& p, u32 token) {
   const i64 index = token;
-  load_row<kInput>(row, static_cast<const char*>(p.kv_c) + index * p.kv_c_stride,
-                   static_cast<const char*>(p.k_pe) + index * p.k_pe_stride, p.wide);
+  return RowPlace{static_cast<const char*>(p.kv_c) + index * p.kv_c_stride,
+                  static_cast<const char*>(p.k_pe) + index * p.k_pe_stride};
 }
 
-// [A3]
-template <int kInput>
+// kWide: the host found every access wide; else p.wide and p.cache.wide say so one by one.
+template <int kInput, bool kWide>
+__device__ __forceinline__ void load_token(LaneRow<kInput>& row, const AppendKvParams& p,
+                                           u32 token) {
+  const RowPlace from = token_source(p, token);
+  load_row<kInput>(row, from.latent, from.rope, kWide || p.wide);
+}
+
+// [A3] a token alone. Called by all lanes together.
+template <int kInput, bool kWide>
 __device__ __forceinline__ void write_token(const LaneRow<kInput>& row, const AppendKvParams& p,
                                             int slot) {
   const TokenPlace to = token_place(p.cache, slot);
-  store_row(quantize_row<kInput>(row, p.pow2), to.codes, to.rope, to.scale, p.cache.wide);
+  const LaneCodes codes = quantize_row<kInput>(row, p.pow2);
+  store_codes(codes, to.codes, to.rope, kWide || p.cache.wide);
+  if (threadIdx.x % kWarpSize == 0) st_global_u32(to.scale, __float_as_uint(codes.scale));
 }
 
 // [A2] by looking: bit w of the result is set where a token after `first + w` has slot own[w].
@@ -57,7 +69,7 @@ __device__ __forceinline__ u32 superseded_tokens(const AppendKvParams& p, u32 fi
 }
 
 // A token a warp, for up to APPEND_SCAN_MAX tokens: no workspace, one pass.
-template <int kInput>
+template <int kInput, bool kWide>
 __device__ __forceinline__ void append_scanned(const AppendKvParams& p, u32 cta) {
   __shared__ int s_slot[kAppendWarps];
   __shared__ u32 s_superseded;
@@ -66,7 +78,7 @@ __device__ __forceinline__ void append_scanned(const AppendKvParams& p, u32 cta)
   int slot = -1;
   if (token < p.num_tokens) {
     slot = token_slot(p, token);
-    load_token<kInput>(row, p, token);
+    load_token<kInput, kWide>(row, p, token);
   }
   if (threadIdx.x % kWarpSize == 0) s_slot[warp] = slot;
   if (threadIdx.x == 0) s_superseded = 0;
@@ -77,85 +89,129 @@ __device__ __forceinline__ void append_scanned(const AppendKvParams& p, u32 cta)
   const u32 found = superseded_tokens(p, first, own);
   if (found) atomicOr(&s_superseded, found);
   __syncthreads();
-  if (slot >= 0 && !(s_superseded >> warp & 1)) write_token<kInput>(row, p, slot);
+  if (slot >= 0 && !(s_superseded >> warp & 1)) write_token<kInput, kWide>(row, p, slot);
 }
 
-#if TOKENS_PER_WARP
+#if CLAIM
+
+// counters as one number: CTAs that are done in the lower half, tokens on the list in the upper.
+__device__ __forceinline__ u64* counters(const AppendKvParams& p) {
+  return reinterpret_cast<u64*>(p.counters);
+}
 
 // [A2] by claiming, for many tokens. claims[slot] holds the token that came last, as a number that
 // counts on from launch to launch (claim_base is the first of this one); what earlier launches left
 // there need not be cleared, because a claim counts only if that token of this launch really has
-// this slot. The first token of a slot is written at once; every other one is put on a list.
-// Returns the slot to write, or -1.
-__device__ __forceinline__ int claim_slot(const AppendKvParams& p, u32 token) {
-  const int slot = token_slot(p, token);
-  if (slot < 0) return -1;
-  const u32 other = atomicExch(p.claims + slot, p.claim_base + token) - p.claim_base;
-  if (other >= p.num_tokens || other == token || token_slot(p, other) != slot) return slot;
-  const u32 place = atomicAdd(p.counters + 1, 1u);
-  p.deferred[2 * place] = token;
-  p.deferred[2 * place + 1] = other;
-  return -1;
+// this slot. Returns the claim before, or for no slot this one: nothing here uses it, so nothing
+// waits for it.
+__device__ __forceinline__ u32 claim_slot(const AppendKvParams& p, u32 token, int slot) {
+  u32 claim = p.claim_base + token;
+  if (slot >= 0) claim = atomicExch(p.claims + slot, claim);
+  return claim;
 }
 
-// True in the last CTA to come here, when the writes of all others are done and visible.
-__device__ __forceinline__ bool is_last_cta(const AppendKvParams& p) {
-  __shared__ bool s_last;
+// Lists a token whose slot another token of this launch claimed before; says whether it did. Of the
+// tokens of a slot all but the first to claim it come on the list.
+__device__ __forceinline__ bool list_if_shared(const AppendKvParams& p, u32 token, u32 claim) {
+  const u32 before = claim - p.claim_base;
+  if (before >= p.num_tokens || before == token) return false;
+  if (token_slot(p, before) != token_slot(p, token)) return false;
+  const u32 place = static_cast<u32>(atomicAdd(counters(p), 1ull << 32) >> 32);
+  p.deferred[2 * place] = token;
+  p.deferred[2 * place + 1] = before;
+  return true;
+}
+
+// The number of listed tokens in the last CTA to come here, when the writes of all others are done
+// and visible; 0 in every other CTA. The last one sets the counters back for the next launch.
+__device__ __forceinline__ u32 listed_for_last_cta(const AppendKvParams& p) {
+  __shared__ u32 s_listed;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();
-    s_last = atomicInc(p.counters, gridDim.x - 1) == gridDim.x - 1;  // wraps to 0 by itself
-    __threadfence();
+    const u64 before = atom_acq_rel_add(counters(p), 1);
+    const bool is_last = static_cast<u32>(before) == gridDim.x - 1;
+    if (is_last) *counters(p) = 0;
+    s_listed = is_last ? static_cast<u32>(before >> 32) : 0;
   }
   __syncthreads();
-  return s_last;
+  return s_listed;
 }
 
-// The listed tokens: of each slot the last token of all is written, unless it was the first to
-// claim and so is written already.
+// Of each slot with a listed token the last token of all is written once more, over whatever its
+// tokens have left there. Each of them stands on the list, as the one or the other of a pair.
 template <int kInput>
-__device__ __noinline__ void write_deferred(const AppendKvParams& p) {
-  const u32 count = __ldcg(p.counters + 1);
+__device__ __noinline__ void write_listed(const AppendKvParams& p, u32 count) {
   for (u32 i = threadIdx.x; i < count; i += kAppendThreads) {
     atomicExch(p.claims + token_slot(p, __ldcg(p.deferred + 2 * i)), 0u);
   }
   __threadfence();
   __syncthreads();
   for (u32 i = threadIdx.x; i < count; i += kAppendThreads) {
-    const u32 token = __ldcg(p.deferred + 2 * i), other = __ldcg(p.deferred + 2 * i + 1);
-    atomicMax(p.claims + token_slot(p, token), max(token, other) + 1);
+    const u32 token = __ldcg(p.deferred + 2 * i), before = __ldcg(p.deferred + 2 * i + 1);
+    atomicMax(p.claims + token_slot(p, token), max(token, before) + 1);
   }
   __threadfence();
   __syncthreads();
   for (u32 i = threadIdx.x / kWarpSize; i < count; i += kAppendWarps) {
-    const u32 token = __ldcg(p.deferred + 2 * i);
+    const u32 token = max(__ldcg(p.deferred + 2 * i), __ldcg(p.deferred + 2 * i + 1));
     const int slot = token_slot(p, token);
     if (__ldcg(p.claims + slot) != token + 1) continue;
     LaneRow<kInput> row;
-    load_token<kInput>(row, p, token);
-    write_token<kInput>(row, p, slot);
+    load_token<kInput, false>(row, p, token);
+    write_token<kInput, false>(row, p, slot);
   }
-  if (threadIdx.x == 0) p.counters[1] = 0;
 }
 
-template <int kInput>
-__device__ __forceinline__ void append_claimed(const AppendKvParams& p, u32 cta) {
-  const u32 warp = cta * kAppendWarps + threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const u32 first = warp * TOKENS_PER_WARP;
-  LaneRow<kInput> rows[TOKENS_PER_WARP];
-#pragma unroll
-  for (u32 k = 0; k < TOKENS_PER_WARP; ++k) {
-    if (first + k < p.num_tokens) load_token<kInput>(rows[k], p, first + k);
-  }
-  int slot = -1;
-  if (lane < TOKENS_PER_WARP && first + lane < p.num_tokens) slot = claim_slot(p, first + lane);
-  __syncwarp();
-#pragma unroll
-  for (u32 k = 0; k < TOKENS_PER_WARP; ++k) {
-    const int to = __shfl_sync(kAllLanes, slot, k);
-    if (to >= 0) write_token<kInput>(rows[k], p, to);
-  }
-  if (is_last_cta(p) && __ldcg(p.counters + 1) != 0) write_deferred<kInput>(p);
+// What the warps of a CTA share of its tokens.
+struct CtaTokens {
+  TokenPlace place[kAppendThreads];  // codes: null for a token that is not written
+  float scale[kAppendThreads];
+};
+
+__device__ __forceinline__ CtaTokens& cta_tokens() {
+  __shared__ CtaTokens s_tokens;
+  return s_tokens;
+}
+
+// Thread i looks after token i of the CTA: it reads the slot, claims it, and writes the scale at the
+// end; so these accesses are coalesced. The warps do the rest, a token after the other, and do not
+// wait for the claims: nobody shares a slot in a proper mapping, and write_listed mends the others.
+template <int kInput, bool kWide>
+__device__ __forceinline__ void append_claimed(const AppendKvParams& p) {
+  CtaTokens& tokens = cta_tokens();
+  const CtaRows rows = cta_rows(blockIdx.x, p.tokens_per_cta, p.longer_ctas);
+  const u32 token = rows.first + threadIdx.x;
+  const i64 named = load_slot(p.slot_mapping, p.slot_stride, p.slots_are_64bit,
+                              min(token, p.num_tokens - 1));
+  const auto place = [&](u32 i) { return token_source(p, rows.first + row_in_cta(i)); };
+  RowRing<kInput, kWide> ring;
+  ring.start(existing_rows(rows), place);
+
+  const int slot = threadIdx.x < rows.count ? valid_slot(named, p.cache) : -1;
+  const u32 claim = claim_slot(p, token, slot);
+  TokenPlace& own = tokens.place[threadIdx.x];
+  own = token_place(p.cache, slot);
+  bool is_written = slot >= 0;
+  // Narrow accesses leave no register to keep the answer in.
+  constexpr bool kWaits = !kWide || CLAIM_FIRST;
+  if (kWaits && list_if_shared(p, token, claim)) is_written = false;
+  if (!is_written) own.codes = nullptr;
+  __syncthreads();
+
+  const auto write = [&](const LaneCodes& codes, u32 i) {
+    const TokenPlace& to = tokens.place[row_in_cta(i)];
+    store_codes(codes, to.codes, to.rope, kWide || p.cache.wide);
+    if (threadIdx.x % kWarpSize == 0) tokens.scale[row_in_cta(i)] = codes.scale;
+  };
+  const TokenPlace& of_lane = tokens.place[row_in_cta(threadIdx.x % kWarpSize)];
+  const u32 wanted = __ballot_sync(kAllLanes, of_lane.codes != nullptr);
+  ring.run(wanted, p.pow2, place, write);
+  __syncthreads();
+
+  if (own.codes) st_global_u32(own.scale, __float_as_uint(tokens.scale[threadIdx.x]));
+  if (!kWaits) list_if_shared(p, token, claim);
+  const u32 listed = listed_for_last_cta(p);
+  if (listed) write_listed<kInput>(p, listed);
 }
 
 #endif

@@ -2,53 +2,46 @@
 #pragma once
 
 #include "common/quantize.cuh"
+#include "data_movement/row_ring.cuh"
 #include "quantize_q_params.h"
-
-constexpr int kWarpsPerCta = 8;
-constexpr int kRowsPerWarp = ROWS_PER_WARP;
-
-struct QueryRow {
-  const char* nope;
-  const char* rope;
-};
 
 // Address of row (b, s, h), counted with the head fastest. `flat`: one stride leads through all
 // rows (a contiguous q, or one request and token), which saves the divisions.
-__device__ __forceinline__ QueryRow query_row(const QuantizeQParams& p, u32 row) {
+__device__ __forceinline__ RowPlace query_row(const QuantizeQParams& p, u32 row) {
   if (p.flat) {
     const i64 index = row;
-    return QueryRow{static_cast<const char*>(p.q_nope) + index * p.nope_stride_h,
+    return RowPlace{static_cast<const char*>(p.q_nope) + index * p.nope_stride_h,
                     static_cast<const char*>(p.q_rope) + index * p.rope_stride_h};
   }
   const u32 token = row / p.num_heads, head = row % p.num_heads;
   const u32 request = token / p.seq_len_q, position = token % p.seq_len_q;
   const char* nope = static_cast<const char*>(p.q_nope);
   const char* rope = static_cast<const char*>(p.q_rope);
-  return QueryRow{
+  return RowPlace{
       nope + request * p.nope_stride_b + position * p.nope_stride_s + head * p.nope_stride_h,
       rope + request * p.rope_stride_b + position * p.rope_stride_s + head * p.rope_stride_h,
   };
 }
 
-// Rows cta * 16 to cta * 16 + 15: all loads of a warp are under way before the first is used.
-template <int kInput>
+// The rows of one CTA. kWide: p.wide, known at compile time.
+template <int kInput, bool kWide>
 __device__ __forceinline__ void quantize_query_rows(const QuantizeQParams& p, u32 cta) {
-  const u32 first = (cta * kWarpsPerCta + threadIdx.x / kWarpSize) * kRowsPerWarp;
-  LaneRow<kInput> rows[kRowsPerWarp];
-#pragma unroll
-  for (u32 k = 0; k < kRowsPerWarp; ++k) {
-    if (first + k < p.num_rows) {
-      const QueryRow from = query_row(p, first + k);
-      load_row<kInput>(rows[k], from.nope, from.rope, p.wide);
-    }
-  }
-#pragma unroll
-  for (u32 k = 0; k < kRowsPerWarp; ++k) {
-    if (first + k < p.num_rows) {
-      const i64 row = first + k;
-      store_row(quantize_row<kInput>(rows[k], p.pow2), static_cast<char*>(p.out_nope) + row * 512,
-                static_cast<char*>(p.out_rope) + row * 128,
-                static_cast<char*>(p.out_scale) + row * 4, true);
-    }
+  const CtaRows rows = cta_rows(cta, p.rows_per_cta, p.longer_ctas);
+  const u32 existing = existing_rows(rows);
+  const auto place = [&](u32 i) { return query_row(p, rows.first + row_in_cta(i)); };
+  const u32 lane = threadIdx.x % kWarpSize;
+  float scale = 0.0f;  // of row `lane`, so that one store writes all scales of the warp
+  const auto write = [&](const LaneCodes& codes, u32 i) {
+    const i64 row = rows.first + row_in_cta(i);
+    store_codes(codes, static_cast<char*>(p.out_nope) + row * 512,
+                static_cast<char*>(p.out_rope) + row * 128, true);
+    if (lane == i) scale = codes.scale;
+  };
+  RowRing<kInput, kWide> ring;
+  ring.start(existing, place);
+  ring.run(existing, p.pow2, place, write);
+  if (existing >> lane & 1) {
+    const i64 row = rows.first + row_in_cta(lane);
+    st_global_u32(static_cast<char*>(p.out_scale) + row * 4, __float_as_uint(scale));
   }
 }

@@ -63,6 +63,11 @@ __device__ __forceinline__ void st_global_v4(void* to, uint4 x) {
                : "memory");
 }
 
+// st.global.v2.u32: 8 bytes; 8-byte aligned.
+__device__ __forceinline__ void st_global_v2(void* to, uint2 x) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(x.x), "r"(x.y) : "memory");
+}
+
 // st.global.u32, .u16, .u8: one element, aligned to its size.
 __device__ __forceinline__ void st_global_u32(void* to, unsigned x) {
   asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");

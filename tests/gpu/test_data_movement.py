@@ -21,7 +21,7 @@ from fuzz import fuzz, serial_cases
 from fuzz_cases import FILLER, KERNELS, cache_planes, make_case
 from fuzz_runner import GpuRunner, describe, differing_bytes
 
-from snapmla_rt import api
+from snapmla_rt import api, data_kernels, data_launch
 from snapmla_rt.array import DeviceArray, to_device, to_host
 from snapmla_rt.config import APPEND_SCAN_MAX, RECORD_BYTES
 from snapmla_rt.data_launch import latent_part, rope_part
@@ -233,6 +233,124 @@ def test_duplicate_slots_never_tear(n: int, num_slots: int) -> None:
         api.append_kv(*split(tokens), *cache.planes, on_gpu(slots))
         reference_append(*host_split(pool), *cache.host, slots)
         cache.check()
+
+
+def wave(kernel: str, variant: str) -> int:
+    """Rows of one wave in which every warp has one."""
+    return data_kernels.WARPS * data_launch.ctas_at_once(kernel, variant, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows_each", "extra"),
+    [(n, extra) for n in (1, 2, 5) for extra in (-8, -1, 0, 1, 9)]
+    + [(data_kernels.CTA_ROWS // data_kernels.WARPS, 1)],  # the next round of CTAs
+)
+def test_sizes_around_whole_rounds(rows_each: int, extra: int) -> None:
+    """All warps with as many rows, a row or a CTA more or less: where the loop over rows ends."""
+    n = rows_each * wave("append_kv", "bfloat16_claim") + extra
+    rng = np.random.default_rng(n)
+    cache = GpuCache(-(-n // 64))
+    pool = rows(257, 576, seed=n)
+    tokens = np.ascontiguousarray(pool[rng.integers(0, 257, n)])
+    slots = rng.permutation(n).astype(np.int32 if extra % 2 else np.int64)
+    api.append_kv(*split(on_gpu(tokens)), *cache.planes, on_gpu(slots))
+    reference_append(*host_split(tokens), *cache.host, slots)
+    cache.check()
+    m = rows_each * wave("fetch_dequant", "slots") + extra
+    asked = rng.integers(-1, n, m)
+    want = reference_fetch(*cache.host, asked)
+    for got, expected in zip(api.fetch_dequant(*cache.planes, on_gpu(asked)), want, strict=True):
+        assert_same_bytes("rows", to_host_like(got, expected), expected)
+
+
+@pytest.mark.parametrize("extra", [-9, -1, 0, 1, 8])
+@pytest.mark.parametrize("rows_each", [1, 3, 4, 5])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+def test_queries_around_whole_rounds(dtype: Any, rows_each: int, extra: int) -> None:
+    variant = "bfloat16" if dtype is ml_dtypes.bfloat16 else "float32"
+    n = rows_each * wave("quantize_q", variant) + extra
+    pool = rows(129, 576, seed=n, dtype=dtype)
+    which = np.random.default_rng(n).integers(0, 129, n)
+    q = np.ascontiguousarray(pool[which]).reshape(n, 1, 1, 576)
+    want = [part.reshape(129, -1)[which] for part in reference_quantize(pool[:, None, None])]
+    for got, expected in zip(api.quantize_q(on_gpu(q)), want, strict=True):
+        found = got.numpy().view(expected.dtype).reshape(expected.shape)
+        assert_same_bytes("q", found, expected)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+@pytest.mark.parametrize("gap", ["neighbour", "warp", "cta", "half", "ends"])
+def test_duplicates_far_apart(dtype: Any, gap: str) -> None:
+    """Two and three tokens of a slot, claimed and written by one lane, warp or CTA or by several,
+    at one time or at several: the last one stays."""
+    name = np.dtype(dtype).name
+    n = 3 * wave("append_kv", f"{name}_claim") + 5
+    step = {"neighbour": 1, "warp": 8, "cta": 24, "half": n // 2, "ends": n - 1}[gap]
+    pool = rows(509, 576, seed=step, dtype=dtype)
+    tokens = np.ascontiguousarray(pool[np.arange(n) % 509])
+    slots = np.random.default_rng(step).permutation(n)
+    for first in range(0, n - step, max(n // 40, 1)):
+        slots[first + step] = slots[first]
+        if first + 2 * step < n:
+            slots[first + 2 * step] = slots[first]
+    device, where = on_gpu(tokens), on_gpu(slots)
+    cache = GpuCache(-(-n // 64))
+    for _ in range(3):  # the second time over claims that look alike
+        api.append_kv(*split(device), *cache.planes, where)
+    reference_append(*host_split(tokens), *cache.host, slots)
+    cache.check()
+
+
+@pytest.mark.parametrize("n", [APPEND_SCAN_MAX + 1, 9001])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+def test_many_tokens_at_odd_addresses(n: int, dtype: Any) -> None:
+    """Rows that no wide access reaches, and skipped tokens between those that are written."""
+    wide = rows(n, 577, dtype=dtype)
+    view = on_gpu(wide)
+    at = view.ptr + view.itemsize
+    odd = TensorView(at, (n, 576), view.strides, view.dtype, "cuda", 0, view.owner)
+    slots = np.random.default_rng(n).permutation(n)
+    slots[::3] = -1
+    slots[n // 2 :: 7] = -5
+    cache = GpuCache(-(-n // 64))
+    api.append_kv(*split(odd), *cache.planes, on_gpu(slots))
+    reference_append(*host_split(np.ascontiguousarray(wide[:, 1:])), *cache.host, slots)
+    cache.check()
+    out_wide = on_gpu(np.zeros((n, 577), np.uint16))
+    place = out_wide.ptr + 2
+    out = TensorView(place, (n, 576), out_wide.strides, "bfloat16", "cuda", 0, out_wide.owner)
+    api.fetch_dequant(*cache.planes, on_gpu(slots), out=out, concatenate=True)
+    want = np.concatenate(reference_fetch(*cache.host, slots), axis=1).view(np.uint16)
+    got = to_host(out_wide)
+    assert not got[:, 0].any()
+    assert_same_bytes("rows", np.ascontiguousarray(got[:, 1:]), np.ascontiguousarray(want))
+
+
+@pytest.mark.parametrize("lengths", ["ones", "empties", "one long", "mixed"])
+def test_ranges_within_one_warp(lengths: str) -> None:
+    """Many requests, some of them empty, among the rows of a single warp, and the reverse."""
+    rng = np.random.default_rng(5)
+    n = 2 * wave("fetch_dequant", "ranges") + 3
+    counts = {
+        "ones": np.ones(n, np.int64),
+        "empties": (np.arange(3 * n) % 3 == 2).astype(np.int64),
+        "one long": np.array([n]),
+        "mixed": rng.integers(0, 70, n // 30),
+    }[lengths]
+    starts = rng.integers(0, 60, len(counts)).astype(np.int32)
+    width = -(-int((starts + counts).max()) // 64)
+    num_blocks = 16
+    table = rng.integers(0, num_blocks, (len(counts), width)).astype(np.int32)
+    ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    cache = GpuCache(num_blocks)
+    tokens, order = rows(num_blocks * 64, 576), np.arange(num_blocks * 64)
+    api.append_kv(*split(on_gpu(tokens)), *cache.planes, on_gpu(order))
+    reference_append(*host_split(tokens), *cache.host, order)
+    args = (on_gpu(table), on_gpu(starts), on_gpu(ends))
+    got = api.fetch_dequant_ranges(*cache.planes, *args, num_tokens=int(ends[-1]))
+    want = reference_ranges(*cache.host, table, starts, ends)
+    for part, expected in zip(got, want, strict=True):
+        assert_same_bytes("rows", to_host_like(part, expected), expected)
 
 
 @pytest.mark.parametrize("n", [5, APPEND_SCAN_MAX + 5])
