@@ -21,6 +21,10 @@ from .backend import BACKENDS
 from .config import BLOCK_SIZE, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from .errors import ArgumentError, UnsupportedDeviceError
 
+# Of every plan, whatever GPU runs it: the cuts decide the last bits, and a run must give the same
+# bytes on a laptop, on a GPU with fewer SMs and under a green context.
+PLANNED_SMS = 132
+
 
 @dataclass
 class StageTimes:
@@ -123,7 +127,9 @@ class ReferenceBackend:
         with self.times.measure("quantize_q"):
             query = self._quantize_q(q, scale_rounding=self._scale_rounding)
         with self.times.measure("plan_decode"):
-            plan = self._plan_decode(cache_seqlens, num_heads, seq_len_q, block_n=self._block_n)
+            plan = self._plan_decode(
+                cache_seqlens, num_heads, seq_len_q, block_n=self._block_n, num_sms=PLANNED_SMS
+            )
         with self.times.measure("mla_decode"):
             splits = self._mla_decode.mla_decode_splits(
                 query, self._cache, block_table, cache_seqlens, plan, softmax_scale
@@ -187,7 +193,9 @@ class CudaBackend:
         with self._measure("quantize_q"):
             query = self._api.quantize_q(given, scale_rounding=self._scale_rounding)
         with self._measure("plan_decode"):
-            plan = self._api.plan_decode(seqlens, num_heads, seq_len_q, block_n=self._block_n)
+            plan = self._api.plan_decode(
+                seqlens, num_heads, seq_len_q, block_n=self._block_n, num_sms=PLANNED_SMS
+            )
         (nope, rope, scale), (latent, k_scale, k_rope) = query, self._cache
         with self._measure("mla_decode + mla_combine"):
             out, lse = self._api.mla_decode(
