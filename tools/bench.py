@@ -199,12 +199,14 @@ class Bench:
 
 
 def commit() -> str:
-    """The checkout's commit, with + where files differ from it; $SNAPMLA_COMMIT outside git."""
+    """$COMMIT, for a copy that git does not know; else the checkout's, with + where files differ."""
+    if os.environ.get("COMMIT"):
+        return os.environ["COMMIT"]
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("SNAPMLA_COMMIT", "")
+        return ""
     return done.stdout.strip()
 
 
