@@ -355,10 +355,15 @@ def test_the_small_models_capture_is_real_and_its_audit_is_fine() -> None:
         k = layer.kv_c.astype(np.float32)
         assert np.abs(np.corrcoef(k[:-1].ravel(), k[1:].ravel())[0, 1]) > 0.01  # text, not noise
     found = audit_layers(layers[::5], SMALL)
+    # Caches that keep RoPE differ by where a layer's few heavy tokens fall between the codes: up to
+    # 9 % in tools/results/numerics.md. With RoPE in FP8 a single layer may be lucky, not the mean.
+    kept = ("snapmla_pow2", "B", "C", "D", "D_1x128")
     for layer_audit in found:
-        others = [c.cache_only for c in layer_audit.configs.values()]
-        assert layer_audit.configs["snapmla"].cache_only < 1.25 * min(others)
-        assert verdict(layer_audit).level in ("fine", "check")
+        own = layer_audit.configs["snapmla"].cache_only
+        assert own < 1.15 * min(layer_audit.configs[name].cache_only for name in kept)
+        assert verdict(layer_audit).level == "fine"
+    split = [a.configs["A_split"].cache_only / a.configs["snapmla"].cache_only for a in found]
+    assert np.mean(split) > 1.05
 
 
 def recipe() -> str:

@@ -199,7 +199,7 @@ class Bench:
 
 
 def commit() -> str:
-    """$COMMIT, for a copy that git does not know; else the checkout's, with + where files differ."""
+    """$COMMIT, for a copy outside git; else the checkout's, with + where files differ."""
     if os.environ.get("COMMIT"):
         return os.environ["COMMIT"]
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
