@@ -116,7 +116,6 @@ APPEND_KV = KernelSpec(
             "_claim",
             48,
             ("CLAIM", 1),
-            ("CLAIM_FIRST", 0),
             ring_rows=APPEND_RING_ROWS,
             wide_registers=64,
         ),

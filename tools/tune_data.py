@@ -51,7 +51,6 @@ Setting = Mapping[str, int]
 SETTINGS: dict[str, tuple[Setting, ...]] = {
     "append_kv": (
         {},
-        {"CLAIM_FIRST": 1},  # tokens are written when it is known that nobody shares their slot
         {"RING_ROWS": 1},
         {"RING_ROWS": 3},
         {"MIN_CTAS": 4},

@@ -193,7 +193,7 @@ __device__ __forceinline__ void append_claimed(const AppendKvParams& p) {
   own = token_place(p.cache, slot);
   bool is_written = slot >= 0;
   // Narrow accesses leave no register to keep the answer in.
-  constexpr bool kWaits = !kWide || CLAIM_FIRST;
+  constexpr bool kWaits = !kWide;
   if (kWaits && list_if_shared(p, token, claim)) is_written = false;
   if (!is_written) own.codes = nullptr;
   __syncthreads();
