@@ -30,7 +30,6 @@
 #include "common/rows.cuh"
 #include "fetch_dequant_params.h"
 #include "ptx/cp_async.cuh"
-#include "ptx/cp_async_group.cuh"
 #include "ptx/griddep.cuh"
 
 // One lane's share of a token: 8 codes of each half of 256, two RoPE values.

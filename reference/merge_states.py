@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from snapmla_rt.config import LN2_BITS, LOG2E, check_lse_base
+from snapmla_rt.config import LN2, LOG2E, check_lse_base
 from snapmla_rt.errors import ArgumentError
 
 from .mla_combine import BF16_MAX
@@ -76,7 +76,7 @@ def _merge(
 ) -> tuple[F32, F32]:
     natural = lse_base == "e"
     to_log2 = np.float32(LOG2E) if natural else _ONE
-    from_log2 = np.uint32(LN2_BITS).view(np.float32) if natural else _ONE
+    from_log2 = np.float32(LN2) if natural else _ONE
     empty_a, empty_b = np.isinf(lse_a), np.isinf(lse_b)  # [M1]
     top = np.fmax(lse_a, lse_b)  # [M3]
     w_a = exp2_mufu((lse_a - top) * to_log2)

@@ -12,12 +12,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from snapmla_rt.config import KV_LORA_RANK, LN2_BITS
+from snapmla_rt.config import KV_LORA_RANK, LN2
 from snapmla_rt.errors import ArgumentError
 
 from .numerics import bf16_from_f32, canonical_nan, exp2_mufu, fma, log2_soft, rcp_rn
 
-LN2 = np.uint32(LN2_BITS).view(np.float32)
 # Largest finite bf16: outputs are held within it, so that no finite input yields inf.
 BF16_MAX = np.uint32(0x7F7F0000).view(np.float32)
 
@@ -29,7 +28,7 @@ def hold(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def natural_lse(lse2: NDArray[np.float32]) -> NDArray[np.float32]:
     """lse in nats from log2 units; a row that saw no key (-inf) becomes +inf."""
-    lse = np.where(np.isneginf(lse2), np.float32(np.inf), lse2 * LN2)
+    lse = np.where(np.isneginf(lse2), np.float32(np.inf), lse2 * np.float32(LN2))
     return canonical_nan(lse.astype(np.float32))
 
 

@@ -25,9 +25,7 @@ from .backend import resolve_backend
 from .config import KV_LORA_RANK
 from .decode_call import (
     Target,
-    check_numbers,
-    check_plan,
-    checked_inputs,
+    checked_call,
     decode_on_host,
     decode_uploaded,
     prepare_call,
@@ -162,10 +160,7 @@ def bind_mla_decode(
         *(block_table, cache_seqlens),
     )
     target = Target(out, lse, workspace, True, stream)
-    named = checked_inputs(given, stream)
-    batch, seq_len_q, heads = named["q_scale"].shape
-    check_plan(plan, batch, heads, seq_len_q)
-    scalars = check_numbers(plan, softmax_scale, causal)
+    named, scalars = checked_call(given, plan, softmax_scale, causal, stream)
     _, index = resolve_backend("cuda", named)
     if named["q_nope"].device_type != "cuda":
         raise ArgumentError("q_nope", "an array on a GPU", named["q_nope"].device)
@@ -294,10 +289,7 @@ def _mla_decode(
     target: Target,
     backend: str,
 ) -> tuple[Any, Any]:
-    named = checked_inputs(given, target.stream)
-    batch, seq_len_q, heads = named["q_scale"].shape
-    check_plan(plan, batch, heads, seq_len_q)
-    scalars = check_numbers(plan, softmax_scale, causal)
+    named, scalars = checked_call(given, plan, softmax_scale, causal, target.stream)
     kind, device = resolve_backend(host_stays(backend, named["q_nope"]), named)
     if named["q_nope"].device_type != "cuda":
         if kind == "reference":

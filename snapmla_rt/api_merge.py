@@ -9,9 +9,9 @@ from . import dropin_kernels as table
 from .api_plan import host_stays
 from .array import new_array
 from .backend import resolve_backend
-from .config import LN2_BITS, LOG2E, MAX_ROWS_PER_LAUNCH, check_lse_base
+from .config import LN2, LOG2E, MAX_ROWS_PER_LAUNCH, check_lse_base
 from .errors import ArgumentError
-from .host_copy import Mirrors, deliver, on_host, upload
+from .host_copy import Mirrors, on_host, upload
 from .tensor import BF16, F32, TensorView, expect, resolve_stream, view
 
 __all__ = ["merge_states"]
@@ -154,16 +154,10 @@ def _launch(
         *_state_values(sides[2], sides[3]),
         *_state_values(results[0], results[1]),
         *(num_rows, heads, seq_len_q, width),
-        *((LOG2E, _ln2()) if lse_base == "e" else (1.0, 1.0)),
+        *((LOG2E, LN2) if lse_base == "e" else (1.0, 1.0)),
     )
     grid = (-(-num_rows // table.MERGE_ROWS), 1, 1)
     kernel("merge_states", "", out.device_index).launch(grid, stream, *values, pdl=pdl)
-
-
-def _ln2() -> float:
-    import struct
-
-    return float(struct.unpack("<f", struct.pack("<I", LN2_BITS))[0])
 
 
 # --- Host ----------------------------------------------------------------------------------------
@@ -184,10 +178,7 @@ def _merge_on_host(
     if flat:
         arrays = [array[None] for array in arrays]
     found: Any = reference(*arrays, out_dtype=numpy_dtype(out_dtype), lse_base=lse_base)
-    mirrors = Mirrors(list(results.values()), stream)
-    for target, result in zip(mirrors.arrays, found, strict=True):
-        target[...] = (result[0] if flat else result).view(target.dtype)
-    mirrors.write_back()
+    _deliver([part[0] if flat else part for part in found], results, stream)
 
 
 def _merge_uploaded(
@@ -207,10 +198,12 @@ def _merge_uploaded(
         for tensor, kind in zip(results.values(), kinds, strict=True)
     ]
     _launch(moved, places, lse_base, 0, False)
-    for source, target in zip(places, results.values(), strict=True):
-        if target.is_contiguous:
-            deliver(to_host(source), target, 0)
-            continue
-        mirrors = Mirrors([target], 0)
-        mirrors.arrays[0][...] = to_host(source).view(mirrors.arrays[0].dtype)
-        mirrors.write_back()
+    _deliver([to_host(place) for place in places], results, 0)
+
+
+def _deliver(found: Sequence[Any], results: dict[str, TensorView], stream: int) -> None:
+    """Host results into the caller's arrays, of any strides."""
+    mirrors = Mirrors(list(results.values()), stream)
+    for target, part in zip(mirrors.arrays, found, strict=True):
+        target[...] = part.view(target.dtype)
+    mirrors.write_back()

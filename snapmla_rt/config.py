@@ -6,6 +6,7 @@ reference imports them. Values that fix bytes of the result say why they are wha
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 from .errors import ArgumentError
@@ -57,6 +58,7 @@ RAISE_THRESHOLD = 8.0
 LOGIT_MAX = 2.0**100  # log2-domain logits of visible tokens are held within +-this
 LOGIT_SAFE = 2.0**99  # a block whose maximum lies within +-this needs no holding
 LN2_BITS = 0x3F317218  # float32 of ln 2
+LN2: float = struct.unpack("<f", struct.pack("<I", LN2_BITS))[0]  # the same as a number
 LOG2E = 1.4426950408889634  # float64
 SQRT_HALF_BITS = 0x3F3504F3  # float32 of sqrt(1/2): log2_soft takes mantissas from here up
 # log2(1 + f) = f * p(f) on [sqrt(1/2) - 1, sqrt(2) - 1]: float32 coefficients of p, constant first.

@@ -187,6 +187,16 @@ def checked_inputs(given: tuple[Any, ...], stream: Any) -> dict[str, TensorView]
     return views
 
 
+def checked_call(
+    given: tuple[Any, ...], plan: Any, softmax_scale: Any, causal: Any, stream: Any
+) -> tuple[dict[str, TensorView], Numbers]:
+    """Views of the eight inputs by name and the scalars, all of a call checked but its results."""
+    named = checked_inputs(given, stream)
+    batch, seq_len_q, heads = named["q_scale"].shape
+    check_plan(plan, batch, heads, seq_len_q)
+    return named, check_numbers(plan, softmax_scale, causal)
+
+
 def _check_cache(views: Mapping[str, TensorView]) -> None:
     if views["ckv_cache"].shape[0] == 0:
         raise ArgumentError("ckv_cache", "at least one block", list(views["ckv_cache"].shape))

@@ -6,8 +6,8 @@ from .jit.spec import KernelSpec, Variant
 
 DECODE_THREADS = 512
 
-# (rows, block_n) -> sizeof(Storage); the kernel asserts that it is this.
-_DECODE_SMEM = {(16, 64): 220160, (32, 64): 220160, (64, 64): 219136, (64, 128): 227328}
+# (rows, block_n) of a variant of mla_decode -> sizeof(Storage); the kernel asserts that it is this.
+DECODE_SMEM = {(16, 64): 220160, (32, 64): 220160, (64, 64): 219136, (64, 128): 227328}
 # Spill bytes that a variant may have, the worst over the NVRTC versions; what they cost is in
 # tools/results/decode_log.md.
 _DECODE_SPILLS = {(16, 64): 148, (32, 64): 148, (64, 64): 40, (64, 128): 360}
@@ -33,7 +33,7 @@ def _decode_variant(
     defines: list[tuple[str, int | str]] = [
         ("ROWS", rows),
         ("BLOCK_N", block_n),
-        ("SMEM_BYTES", _DECODE_SMEM[shape]),
+        ("SMEM_BYTES", DECODE_SMEM[shape]),
     ]
     if debug:
         defines.append(("SNAPMLA_DEBUG", 1))
@@ -46,7 +46,7 @@ def _decode_variant(
     return Variant(
         decode_variant_name(rows, block_n, debug=debug, trace=trace, profile=profile),
         tuple(defines),
-        _DECODE_SMEM[shape],
+        DECODE_SMEM[shape],
         max_spill_bytes=1 << 20 if inside else _DECODE_SPILLS[shape],
         allow_serialized=debug or trace,
         on_demand=inside or block_n != 64,
@@ -87,10 +87,10 @@ MLA_DECODE = KernelSpec(
     ),
     threads=DECODE_THREADS,
     variants=(
-        *(_decode_variant(shape) for shape in _DECODE_SMEM),
-        *(_decode_variant(shape, debug=True) for shape in _DECODE_SMEM),
-        *(_decode_variant(shape, debug=True, trace=True) for shape in _DECODE_SMEM),
-        *(_decode_variant(shape, profile=True) for shape in _DECODE_SMEM),
+        *(_decode_variant(shape) for shape in DECODE_SMEM),
+        *(_decode_variant(shape, debug=True) for shape in DECODE_SMEM),
+        *(_decode_variant(shape, debug=True, trace=True) for shape in DECODE_SMEM),
+        *(_decode_variant(shape, profile=True) for shape in DECODE_SMEM),
     ),
     max_registers=128,
 )

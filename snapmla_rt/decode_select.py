@@ -6,25 +6,13 @@ block_n. The choice changes no byte of the result: all variants of a block_n com
 
 from __future__ import annotations
 
-from .decode_kernels import COMBINE_CTAS_PER_SM, MLA_DECODE
+from .decode_kernels import COMBINE_CTAS_PER_SM, DECODE_SMEM, decode_variant_name
 from .errors import ArgumentError
 
 COMBINE_CTAS_PER_ROW = 8  # at most: two warps' items of 32 dims each
-_SHAPE_DEFINES = {"ROWS", "BLOCK_N", "SMEM_BYTES"}
 
-
-def _serving_variants() -> dict[int, dict[int, str]]:
-    """block_n -> rows of a tile -> name, of the variants that serve (not those to look inside)."""
-    found: dict[int, dict[int, str]] = {}
-    for variant in MLA_DECODE.variants:
-        defines = dict(variant.defines)
-        if not set(defines) - _SHAPE_DEFINES:
-            rows, block_n = int(defines["ROWS"]), int(defines.get("BLOCK_N", 64))
-            found.setdefault(block_n, {})[rows] = variant.name
-    return found
-
-
-VARIANTS: dict[int, dict[int, str]] = _serving_variants()
+# block_n -> query rows of a tile that a variant computes
+VARIANTS = {n: [rows for rows, block_n in DECODE_SMEM if block_n == n] for _, n in DECODE_SMEM}
 
 
 def decode_variant(num_rows: int, block_n: int, *, debug: bool = False, trace: bool = False) -> str:
@@ -38,7 +26,7 @@ def decode_variant(num_rows: int, block_n: int, *, debug: bool = False, trace: b
         expected = f"block_n of {sorted(VARIANTS)} on a GPU"
         raise ArgumentError("plan", expected, f"block_n {block_n}")
     rows = min((r for r in choices if num_rows <= r), default=max(choices))
-    return choices[rows] + "_debug" * (debug or trace) + "_trace" * trace
+    return decode_variant_name(rows, block_n, debug=debug or trace, trace=trace)
 
 
 def combine_ctas(num_sms: int, batch: int, num_rows: int) -> int:

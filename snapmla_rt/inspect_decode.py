@@ -14,9 +14,7 @@ from .decode_call import (
     INPUTS,
     Numbers,
     Target,
-    check_numbers,
-    check_plan,
-    checked_inputs,
+    checked_call,
     prepare_call,
 )
 from .errors import ArgumentError
@@ -91,10 +89,7 @@ def trace_block(
         *(q_nope, q_rope, q_scale, ckv_cache, k_scale_cache, k_rope_cache),
         *(block_table, cache_seqlens),
     )
-    named = checked_inputs(given, stream)
-    batch, seq_len_q, heads = named["q_scale"].shape
-    check_plan(plan, batch, heads, seq_len_q)
-    scalars = check_numbers(plan, softmax_scale, causal)
+    named, scalars = checked_call(given, plan, softmax_scale, causal, stream)
     on_gpu = named["q_nope"].device_type == "cuda"
     index = named["q_nope"].device_index if on_gpu else 0
     handle = resolve_stream(stream, list(named.values()), index) if on_gpu else 0
@@ -109,7 +104,8 @@ def trace_block(
     call = prepare_call(named, plan, traced, Target(None, None, None, True, stream), handle)
     for launch in call.launches:
         launch()
-    return _read(buffer, layout, tiles, heads * seq_len_q, handle)
+    rows = plan.config.num_heads_q * plan.config.seq_len_q
+    return _read(buffer, layout, tiles, rows, handle)
 
 
 def _check_block(

@@ -179,7 +179,7 @@ def _split_tokens(batch_invariant: int) -> int:
 
 
 def _plan_of(
-    query: tuple[Any, Any, Any],
+    q_nope: Any,
     parts: Any,
     num_splits_: Any,
     num_splits: int | None,
@@ -187,7 +187,6 @@ def _plan_of(
     block_n: int,
 ) -> DecodePlan:
     """The plan over its two tensors; num_sms matters to them by the number of parts alone."""
-    q_nope = query[0]
     if q_nope.dim() != 4:
         expected = f"shape [b, s_q, h, {KV_LORA_RANK}]"
         raise ArgumentError("q_nope", expected, list(q_nope.shape))
@@ -227,11 +226,9 @@ def _mla_decode(
     batch_invariant: int = 0,
     block_n: int = 64,
 ) -> tuple[Any, Any]:
-    query, cache = (q_nope, q_rope, q_scale), (ckv_cache, k_scale_cache, k_rope_cache)
-    plan = _plan_of(query, plan_parts, plan_num_splits, num_splits, batch_invariant, block_n)
-    return api.mla_decode(
-        *query, *cache, block_table, cache_seqlens, plan, softmax_scale, causal=causal
-    )
+    plan = _plan_of(q_nope, plan_parts, plan_num_splits, num_splits, batch_invariant, block_n)
+    cache = (ckv_cache, k_scale_cache, k_rope_cache, block_table, cache_seqlens)
+    return api.mla_decode(q_nope, q_rope, q_scale, *cache, plan, softmax_scale, causal=causal)
 
 
 def _mla_decode_out(
@@ -254,20 +251,10 @@ def _mla_decode_out(
     batch_invariant: int = 0,
     block_n: int = 64,
 ) -> None:
-    query, cache = (q_nope, q_rope, q_scale), (ckv_cache, k_scale_cache, k_rope_cache)
-    plan = _plan_of(query, plan_parts, plan_num_splits, num_splits, batch_invariant, block_n)
-    api.mla_decode(
-        *query,
-        *cache,
-        block_table,
-        cache_seqlens,
-        plan,
-        softmax_scale,
-        causal=causal,
-        out=out,
-        lse=lse,
-        workspace=workspace,
-    )
+    plan = _plan_of(q_nope, plan_parts, plan_num_splits, num_splits, batch_invariant, block_n)
+    cache = (ckv_cache, k_scale_cache, k_rope_cache, block_table, cache_seqlens)
+    results = {"out": out, "lse": lse, "workspace": workspace}
+    api.mla_decode(q_nope, q_rope, q_scale, *cache, plan, softmax_scale, causal=causal, **results)
 
 
 def _merge_states(

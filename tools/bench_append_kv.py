@@ -9,7 +9,19 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from bench_data import BYTES_PER_TOKEN, INPUT_BYTES, Cache, Report, bf16_rows, run, token_bytes
+from bench_data import (
+    BYTES_PER_TOKEN,
+    INPUT_BYTES,
+    Cache,
+    Job,
+    Report,
+    append_job,
+    bf16_rows,
+    quantised,
+    run,
+    token_bytes,
+    unchecked,
+)
 
 from snapmla_rt import api
 from snapmla_rt.config import BLOCK_SIZE
@@ -21,24 +33,9 @@ POOL_BLOCKS = 8192  # 524,288 tokens, 338 MB: an append of 65,536 tokens hits ot
 
 
 def measure_append(report: Report, tokens: int, layout: str, cold: bool = True) -> None:
-    bench = report.bench
-    cache = Cache(bench, POOL_BLOCKS, layout)
-    planes: tuple[Any, Any, Any] = cache.planes
-    nbytes = token_bytes(tokens)
-    copies = bench.copies_for_cold(nbytes) if cold else 1
-    rows = bf16_rows(bench, (tokens, 576), copies)
-    slots = cache.slots(tokens, copies, one_per_block=tokens <= 1024)
-
-    options: dict[str, Any] = {"stream": bench.stream, "backend": "cuda", "checked": False}
-
-    def enqueue(i: int) -> None:
-        at = i % copies
-        kv_c, k_pe = latent_part(rows[at]), rope_part(rows[at])
-        api.append_kv(kv_c, k_pe, *planes, slots[at], **options)
-
-    state = bench.state(nbytes, copies)
-    report.measure("append_kv", tokens, nbytes, enqueue, layout=layout, cache=state)
-    bench.free()
+    cache = Cache(report.bench, POOL_BLOCKS, layout)
+    job = append_job(report.bench, cache, tokens, cold=cold, one_per_block=tokens <= 1024)
+    report.measure_job("append_kv", tokens, job, layout=layout)
 
 
 def measure_prepare(report: Report, tokens: int, heads: int, cold: bool) -> None:
@@ -50,16 +47,8 @@ def measure_prepare(report: Report, tokens: int, heads: int, cold: bool) -> None
     rows = bf16_rows(bench, (tokens, 576), copies)
     q = bf16_rows(bench, (tokens, 1, heads, 576), copies)
     slots = cache.slots(tokens, copies, one_per_block=True)
-    out = [
-        (
-            bench.array((tokens, 1, heads, 512), "uint8"),
-            bench.array((tokens, 1, heads, 64), "bfloat16"),
-            bench.array((tokens, 1, heads), "float32"),
-        )
-        for _ in range(copies)
-    ]
-
-    options: dict[str, Any] = {"stream": bench.stream, "backend": "cuda", "checked": False}
+    out = quantised(bench, tokens, heads, copies)
+    options = unchecked(bench)
 
     def enqueue(i: int) -> None:
         at = i % copies
@@ -74,9 +63,7 @@ def measure_prepare(report: Report, tokens: int, heads: int, cold: bool) -> None
             **options,
         )
 
-    state = bench.state(nbytes, copies)
-    report.measure("prepare", tokens, nbytes, enqueue, heads=heads, cache=state)
-    bench.free()
+    report.measure_job("prepare", tokens, Job(nbytes, copies, enqueue, out[0]), heads=heads)
 
 
 def body(report: Report, args: Any) -> None:

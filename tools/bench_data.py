@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from bench import METHOD, ROOT, Bench, machine, update_rows
 
-from snapmla_rt import data_launch, kernels
+from snapmla_rt import api, data_launch, kernels
 from snapmla_rt.config import BLOCK_SIZE, BYTES_PER_TOKEN
+from snapmla_rt.data_launch import latent_part, rope_part
 from snapmla_rt.jit.loader import KernelLoader
 from snapmla_rt.jit.spec import Variant
 from snapmla_rt.tensor import TensorView
@@ -72,6 +74,86 @@ def bf16_rows(bench: Bench, shape: Sequence[int], copies: int) -> list[TensorVie
     return arrays
 
 
+@dataclass(frozen=True)
+class Job:
+    """A call to time: `enqueue(i)`, which takes turns over `copies` sets of arrays, the bytes it
+    moves, and the arrays that it writes at call 0."""
+
+    nbytes: int
+    copies: int
+    enqueue: Callable[[int], Any]
+    written: tuple[TensorView, ...]
+
+
+def unchecked(bench: Bench) -> dict[str, Any]:
+    """How a benchmark calls the API."""
+    return {"stream": bench.stream, "backend": "cuda", "checked": False}
+
+
+def append_job(
+    bench: Bench, cache: Cache, tokens: int, *, cold: bool = True, one_per_block: bool = False
+) -> Job:
+    """append_kv of bf16 rows."""
+    nbytes = token_bytes(tokens)
+    copies = bench.copies_for_cold(nbytes) if cold else 1
+    rows = bf16_rows(bench, (tokens, 576), copies)
+    slots = cache.slots(tokens, copies, one_per_block)
+    options = unchecked(bench)
+
+    def enqueue(i: int) -> None:
+        at = i % copies
+        kv_c, k_pe = latent_part(rows[at]), rope_part(rows[at])
+        api.append_kv(kv_c, k_pe, *cache.planes, slots[at], **options)
+
+    return Job(nbytes, copies, enqueue, cache.planes)
+
+
+def fetched(bench: Bench, tokens: int, copies: int, concatenate: bool = False) -> list[Any]:
+    """Results of fetch_dequant."""
+    if concatenate:
+        return [bench.array((tokens, 576), "bfloat16") for _ in range(copies)]
+    shapes = ((tokens, 512), (tokens, 64))
+    return [tuple(bench.array(s, "bfloat16") for s in shapes) for _ in range(copies)]
+
+
+def fetch_job(bench: Bench, cache: Cache, tokens: int, *, concatenate: bool = False) -> Job:
+    """fetch_dequant by slots."""
+    nbytes = tokens * (BYTES_PER_TOKEN + 8 + INPUT_BYTES)
+    copies = bench.copies_for_cold(nbytes)
+    slots = cache.slots(tokens, copies, one_per_block=False)
+    out = fetched(bench, tokens, copies, concatenate)
+    options = unchecked(bench)
+
+    def enqueue(i: int) -> None:
+        at = i % copies
+        api.fetch_dequant(*cache.planes, slots[at], out=out[at], concatenate=concatenate, **options)
+
+    return Job(nbytes, copies, enqueue, (out[0],) if concatenate else out[0])
+
+
+def quantised(bench: Bench, batch: int, heads: int, copies: int) -> list[Any]:
+    """Results of quantize_q and prepare, one query token a request."""
+    kinds = (((512,), "uint8"), ((64,), "bfloat16"), ((), "float32"))
+    return [
+        tuple(bench.array((batch, 1, heads, *width), kind) for width, kind in kinds)
+        for _ in range(copies)
+    ]
+
+
+def quantize_job(bench: Bench, batch: int, heads: int, *, cold: bool = True) -> Job:
+    """quantize_q of bf16 queries."""
+    nbytes = batch * heads * (INPUT_BYTES + BYTES_PER_TOKEN)
+    copies = bench.copies_for_cold(nbytes) if cold else 1
+    q = bf16_rows(bench, (batch, 1, heads, 576), copies)
+    out = quantised(bench, batch, heads, copies)
+
+    def enqueue(i: int) -> None:
+        at = i % copies
+        api.quantize_q(q[at], out=out[at], stream=bench.stream, backend="cuda")
+
+    return Job(nbytes, copies, enqueue, out[0])
+
+
 class Report:
     """Rows of one kernel: prints them and puts them into the result file."""
 
@@ -80,6 +162,7 @@ class Report:
         self.rows: list[dict[str, Any]] = []
         self._same_size: dict[int, float] = {}
         self.floors = bench.floors()
+        self.machine = machine(bench.device_index)
         self.copy_gbps = bench.copy_gbps(COPY_BYTES)
         print(f"copy of 4 GiB: {self.copy_gbps:.0f} GB/s read plus written; {self.floors}")
 
@@ -110,7 +193,7 @@ class Report:
             "method": METHOD,
             **facts,
             **self.floors,
-            **machine(self.bench.device_index),
+            **self.machine,
         }
         if tokens >= FULL_TOKENS or tokens * facts.get("heads", 0) >= FULL_ROWS:
             same = self.same_size_copy_gbps(nbytes)
@@ -125,6 +208,12 @@ class Report:
             f"{row['share_of_copy']:.3f} (queued {row['share_of_copy_queued']:.3f})  {notes}",
             flush=True,
         )
+
+    def measure_job(self, kernel: str, tokens: int, job: Job, **facts: Any) -> None:
+        """Time a job and free its arrays."""
+        state = self.bench.state(job.nbytes, job.copies)
+        self.measure(kernel, tokens, job.nbytes, job.enqueue, **facts, cache=state)
+        self.bench.free()
 
     def same_size_copy_gbps(self, nbytes: int) -> float:
         """Device copy bandwidth of copies that move nbytes in all, measured once."""

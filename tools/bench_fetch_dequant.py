@@ -9,7 +9,16 @@ import sys
 from typing import Any
 
 import numpy as np
-from bench_data import BYTES_PER_TOKEN, INPUT_BYTES, Cache, Report, run
+from bench_data import (
+    BYTES_PER_TOKEN,
+    INPUT_BYTES,
+    Cache,
+    Job,
+    Report,
+    fetch_job,
+    fetched,
+    run,
+)
 
 from snapmla_rt import api
 from snapmla_rt.config import BLOCK_SIZE
@@ -20,33 +29,11 @@ POOL_BLOCKS = 8192
 RANGES = 16  # requests of the ranges form
 
 
-def outputs(report: Report, tokens: int, copies: int, concatenate: bool) -> list[Any]:
-    bench = report.bench
-    if concatenate:
-        return [bench.array((tokens, 576), "bfloat16") for _ in range(copies)]
-    shapes = ((tokens, 512), (tokens, 64))
-    return [tuple(bench.array(s, "bfloat16") for s in shapes) for _ in range(copies)]
-
-
 def measure_slots(report: Report, tokens: int, layout: str, concatenate: bool = False) -> None:
-    bench = report.bench
-    cache = Cache(bench, POOL_BLOCKS, layout)
-    planes: tuple[Any, Any, Any] = cache.planes
-    nbytes = tokens * (BYTES_PER_TOKEN + 8 + INPUT_BYTES)
-    copies = bench.copies_for_cold(nbytes)
-    slots = cache.slots(tokens, copies, one_per_block=False)
-    out = outputs(report, tokens, copies, concatenate)
-    options: dict[str, Any] = {"stream": bench.stream, "backend": "cuda", "checked": False}
-
-    def enqueue(i: int) -> None:
-        at = i % copies
-        api.fetch_dequant(*planes, slots[at], out=out[at], concatenate=concatenate, **options)
-
+    cache = Cache(report.bench, POOL_BLOCKS, layout)
+    job = fetch_job(report.bench, cache, tokens, concatenate=concatenate)
     facts = {"layout": layout, "form": "slots", "out": "one" if concatenate else "two"}
-    report.measure(
-        "fetch_dequant", tokens, nbytes, enqueue, **facts, cache=bench.state(nbytes, copies)
-    )
-    bench.free()
+    report.measure_job("fetch_dequant", tokens, job, **facts)
 
 
 def measure_ranges(report: Report, tokens: int) -> None:
@@ -64,7 +51,7 @@ def measure_ranges(report: Report, tokens: int) -> None:
     starts = bench.array((RANGES,), "int32", np.zeros(RANGES, np.int32))
     ends = np.linspace(0, tokens, RANGES + 1).astype(np.int32)
     cu_seqlens = bench.array((RANGES + 1,), "int32", ends)
-    out = outputs(report, tokens, copies, False)
+    out = fetched(bench, tokens, copies)
     options: dict[str, Any] = {"stream": bench.stream, "backend": "cuda"}
 
     def enqueue(i: int) -> None:
@@ -79,10 +66,7 @@ def measure_ranges(report: Report, tokens: int) -> None:
         )
 
     facts = {"layout": "separate", "form": "ranges", "out": "two"}
-    report.measure(
-        "fetch_dequant", tokens, nbytes, enqueue, **facts, cache=bench.state(nbytes, copies)
-    )
-    bench.free()
+    report.measure_job("fetch_dequant", tokens, Job(nbytes, copies, enqueue, out[0]), **facts)
 
 
 def body(report: Report, args: Any) -> None:

@@ -31,14 +31,15 @@ from bench_data import (
     COPY_BYTES,
     INPUT_BYTES,
     Cache,
-    bf16_rows,
+    Job,
+    append_job,
+    fetch_job,
+    quantize_job,
     retune,
     token_bytes,
 )
 
-from snapmla_rt import api, kernels
-from snapmla_rt.data_launch import latent_part, rope_part
-from snapmla_rt.tensor import TensorView
+from snapmla_rt import kernels
 
 TOKENS = 65536
 BATCH = HEADS = 128
@@ -89,89 +90,33 @@ class QuickBench(Bench):
         return Timing(us, us, us, us)
 
 
-class Job:
-    """A call to time: `enqueue(i)`, the bytes it moves and the arrays it writes at call 0."""
+def checksum(job: Job, bench: Bench) -> int:
+    """Of all that call 0 of a job writes, over arrays of zeros."""
+    from snapmla_rt.array import to_host
+    from snapmla_rt.driver.memory import fill
 
-    def __init__(
-        self, nbytes: int, enqueue: Callable[[int], Any], written: tuple[TensorView, ...]
-    ) -> None:
-        self.nbytes, self.enqueue, self.written = nbytes, enqueue, written
-
-    def checksum(self, bench: Bench) -> int:
-        """Of all that call 0 writes, over arrays of zeros."""
-        from snapmla_rt.array import to_host
-        from snapmla_rt.driver.memory import fill
-
-        for view in self.written:
-            nbytes = view.shape[0] * view.strides[0]
-            fill(view.ptr, 0, nbytes, bench.device_index, bench.stream)
-        self.enqueue(0)
-        bench.synchronize()
-        total = 0
-        for view in self.written:
-            total = zlib.crc32(to_host(view).view("u1").reshape(-1).data, total)
-        return total
+    for view in job.written:
+        nbytes = view.shape[0] * view.strides[0]
+        fill(view.ptr, 0, nbytes, bench.device_index, bench.stream)
+    job.enqueue(0)
+    bench.synchronize()
+    total = 0
+    for view in job.written:
+        total = zlib.crc32(to_host(view).view("u1").reshape(-1).data, total)
+    return total
 
 
-def append_job(bench: Bench) -> Job:
-    nbytes = token_bytes(TOKENS)
-    copies = bench.copies_for_cold(nbytes)
+def make_job(kernel: str, bench: Bench) -> Job:
+    if kernel == "quantize_q":
+        return quantize_job(bench, BATCH, HEADS)
     cache = Cache(bench, POOL_BLOCKS)
-    rows = bf16_rows(bench, (TOKENS, 576), copies)
-    slots = cache.slots(TOKENS, copies, one_per_block=False)
-    planes: tuple[Any, Any, Any] = cache.planes
-    options: dict[str, Any] = {"stream": bench.stream, "backend": "cuda", "checked": False}
-
-    def enqueue(i: int) -> None:
-        at = i % copies
-        kv_c, k_pe = latent_part(rows[at]), rope_part(rows[at])
-        api.append_kv(kv_c, k_pe, *planes, slots[at], **options)
-
-    return Job(nbytes, enqueue, planes)
+    append = append_job(bench, cache, TOKENS)
+    if kernel == "append_kv":
+        return append
+    append.enqueue(0)  # something to fetch
+    return fetch_job(bench, cache, TOKENS)
 
 
-def fetch_job(bench: Bench) -> Job:
-    nbytes = TOKENS * (BYTES_PER_TOKEN + 8 + INPUT_BYTES)
-    copies = bench.copies_for_cold(nbytes)
-    cache = Cache(bench, POOL_BLOCKS)
-    slots = cache.slots(TOKENS, copies, one_per_block=False)
-    planes: tuple[Any, Any, Any] = cache.planes
-    rows = bf16_rows(bench, (TOKENS, 576), 1)[0]
-    options: dict[str, Any] = {"stream": bench.stream, "backend": "cuda", "checked": False}
-    api.append_kv(latent_part(rows), rope_part(rows), *planes, slots[0], **options)
-    out = [
-        (bench.array((TOKENS, 512), "bfloat16"), bench.array((TOKENS, 64), "bfloat16"))
-        for _ in range(copies)
-    ]
-
-    def enqueue(i: int) -> None:
-        at = i % copies
-        api.fetch_dequant(*planes, slots[at], out=out[at], **options)
-
-    return Job(nbytes, enqueue, out[0])
-
-
-def quantize_job(bench: Bench) -> Job:
-    nbytes = BATCH * HEADS * (INPUT_BYTES + BYTES_PER_TOKEN)
-    copies = bench.copies_for_cold(nbytes)
-    q = bf16_rows(bench, (BATCH, 1, HEADS, 576), copies)
-    out = [
-        (
-            bench.array((BATCH, 1, HEADS, 512), "uint8"),
-            bench.array((BATCH, 1, HEADS, 64), "bfloat16"),
-            bench.array((BATCH, 1, HEADS), "float32"),
-        )
-        for _ in range(copies)
-    ]
-
-    def enqueue(i: int) -> None:
-        at = i % copies
-        api.quantize_q(q[at], out=out[at], stream=bench.stream, backend="cuda")
-
-    return Job(nbytes, enqueue, out[0])
-
-
-JOBS = {"append_kv": append_job, "fetch_dequant": fetch_job, "quantize_q": quantize_job}
 VARIANTS = {
     "append_kv": "bfloat16_claim",
     "fetch_dequant": "slots",
@@ -202,13 +147,13 @@ def measure(kernel: str, skip: int, device: int) -> None:
     job_bytes = {"quantize_q": BATCH * HEADS * (INPUT_BYTES + BYTES_PER_TOKEN)}
     same = bench.copy_gbps(job_bytes.get(kernel, token_bytes(TOKENS)))
     apply(kernel, 0)
-    job = JOBS[kernel](bench)
-    want = job.checksum(bench)
+    job = make_job(kernel, bench)
+    want = checksum(job, bench)
     print(f"{kernel}: 4 GiB copy {big:.0f} GB/s, copy of the same size {same:.0f} GB/s", flush=True)
     for index in range(skip, len(SETTINGS[kernel])):
         try:
             resources = apply(kernel, index)
-            bytes_are = "" if job.checksum(bench) == want else "  BYTES DIFFER"
+            bytes_are = "" if checksum(job, bench) == want else "  BYTES DIFFER"
             us = bench.time(job.enqueue).us
         except Exception as error:  # of any kind: the run goes on in a new process
             print(f"{describe(kernel, index)} error: {str(error)[:120]!r}", flush=True)

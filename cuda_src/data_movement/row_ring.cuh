@@ -7,7 +7,6 @@
 #include "common/rows.cuh"
 #include "common/types.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/cp_async_group.cuh"
 #include "ptx/ld_shared.cuh"
 
 // RING_ROWS rows are copied ahead. place(i) is where row i of the warp lies, write(codes, i) stores

@@ -37,7 +37,7 @@ from ..config import (
     BLOCK_SIZE,
     FP8_MAX,
     KV_LORA_RANK,
-    LN2_BITS,
+    LN2,
     QK_ROPE_HEAD_DIM,
     SCALE_MIN,
     DecodeConfig,
@@ -204,10 +204,18 @@ class _Layer:
         self.q_latent, self.q_rope = q_latent, q_rope
 
     def attend(
-        self, q: F64, k_latent: F64, k_rope: F64, values: F64, value_scale: F64 | None = None
+        self,
+        q: F64,
+        k_latent: F64,
+        k_rope: F64,
+        values: F64,
+        value_scale: F64 | None = None,
+        *,
+        rows: NDArray[np.int64] | slice = slice(None),
     ) -> tuple[F64, F64]:
+        """Outputs and lse of q, which are these of the sampled rows."""
         keys = np.concatenate([k_latent, k_rope], axis=1)
-        return attend(q, keys, values, self.scale, self.limits, value_scale)
+        return attend(q, keys, values, self.scale, self.limits[rows], value_scale)
 
     @property
     def quantised_q(self) -> F64:
@@ -308,37 +316,27 @@ def _sources(
     own: _Layer, cache: QuantizedKV, chosen: NDArray[np.int64], out: F32
 ) -> dict[str, float]:
     """Relative L2 of each source alone, over the rows of the bit-exact decode."""
-    part = _Rows(own, chosen)
+
+    def output(*given: F64) -> F64:
+        return own.attend(*given, rows=chosen)[0]
+
     exact = own.exact[0][chosen]
     q_latent = np.concatenate([own.q_latent, own.q[:, KV_LORA_RANK:]], axis=1)[chosen]
     q_rope = np.concatenate([own.q[:, :KV_LORA_RANK], own.q_rope], axis=1)[chosen]
     q = own.q[chosen]
-    everything = part.attend(
+    everything = output(
         own.quantised_q[chosen], cache.latent, cache.rope, cache.latent, cache.value_scale
     )
     rounded = f32_from_bf16(bf16_from_f32(exact.astype(np.float32))).astype(np.float64)
     return {
-        "Q": _relative(part.attend(q_latent, own.latent, own.rope, own.latent), exact),
-        "K": _relative(part.attend(q, cache.latent, own.rope, own.latent), exact),
-        "V": _relative(part.attend(q, own.latent, own.rope, cache.latent), exact),
-        "RoPE": _relative(part.attend(q_rope, own.latent, cache.rope, own.latent), exact),
-        "P": _relative(part.attend(q, own.latent, own.rope, own.latent, cache.value_scale), exact),
+        "Q": _relative(output(q_latent, own.latent, own.rope, own.latent), exact),
+        "K": _relative(output(q, cache.latent, own.rope, own.latent), exact),
+        "V": _relative(output(q, own.latent, own.rope, cache.latent), exact),
+        "RoPE": _relative(output(q_rope, own.latent, cache.rope, own.latent), exact),
+        "P": _relative(output(q, own.latent, own.rope, own.latent, cache.value_scale), exact),
         "accumulator": _relative(out.astype(np.float64), everything),
         "output": _relative(rounded, exact),
     }
-
-
-class _Rows:
-    """Attention of some of the rows: outputs only."""
-
-    def __init__(self, own: _Layer, chosen: NDArray[np.int64]) -> None:
-        self.limits, self.scale = own.limits[chosen], own.scale
-
-    def attend(
-        self, q: F64, k_latent: F64, k_rope: F64, values: F64, value_scale: F64 | None = None
-    ) -> F64:
-        keys = np.concatenate([k_latent, k_rope], axis=1)
-        return attend(q, keys, values, self.scale, self.limits, value_scale)[0]
 
 
 # --- the bit-exact decode -------------------------------------------------------------------------
@@ -368,7 +366,7 @@ def bit_exact(
     query = quantize_rows(q[:, :KV_LORA_RANK], q[:, KV_LORA_RANK:])
     config = DecodeConfig(1, 1, softmax_scale, block_n=BLOCK_SIZE)
     out, lse2 = finish_split(decode_split(query, tokens, limits, config, 0))
-    return out, lse2.astype(np.float64) * float(np.uint32(LN2_BITS).view(np.float32))
+    return out, lse2.astype(np.float64) * LN2
 
 
 # --- accumulation against context -----------------------------------------------------------------

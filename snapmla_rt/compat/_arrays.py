@@ -6,6 +6,7 @@ prepared launches.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -130,12 +131,14 @@ Piece = tuple[tuple[int, ...], str]  # shape, dtype
 _BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4, "uint8": 1}
 
 
+def _data_bytes(piece: Piece) -> int:
+    shape, dtype = piece
+    return _BYTES[dtype] * math.prod(shape)
+
+
 def piece_bytes(piece: Piece) -> int:
     """Bytes that a piece takes in a workspace."""
-    count = _BYTES[piece[1]]
-    for extent in piece[0]:
-        count *= extent
-    return -(-count // ALIGNMENT) * ALIGNMENT
+    return -(-_data_bytes(piece) // ALIGNMENT) * ALIGNMENT
 
 
 def take(workspace: Any, like: TensorView, pieces: list[Piece]) -> tuple[list[Any], Any]:
@@ -158,10 +161,7 @@ def take(workspace: Any, like: TensorView, pieces: list[Piece]) -> tuple[list[An
     arrays, at = [], 0
     for piece in pieces:
         shape, dtype = piece
-        count = _BYTES[dtype]
-        for extent in shape:
-            count *= extent
-        part = workspace[at : at + count]
+        part = workspace[at : at + _data_bytes(piece)]
         arrays.append(reshaped(as_dtype(part, dtype), shape))
         at += piece_bytes(piece)
     return arrays, workspace[at:]
