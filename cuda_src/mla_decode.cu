@@ -17,7 +17,9 @@
 //   q_nope_map, q_rope_map  tensor maps over q_nope e4m3 [b][rows][512], q_rope bf16 [b][rows][64]
 //   q_scale                 f32 [b][rows], rows = seq_len_q x num_heads_q, query-major
 //   ckv_map, rope_map       tensor maps over the latent and RoPE planes of the cache blocks
-//   k_scale, k_scale_block_stride  f32 [64] a block, stride in bytes (multiple of 16)
+//   k_scale_map             tensor map over the scales, f32 [64] a block; k_scale_step 1, or 0 where one
+//                           line serves every block. (A plain bulk copy would do, but racecheck takes
+//                           what such a copy writes for the issuing thread's, and reports a race.)
 //   block_table, block_table_stride  i32 [b][stride]; entries beyond the length are not read
 //   cache_seqlens           i32 [b]; parts i32 [grid.y][8]; num_splits i32 [b + 1]: the plan
 //   out bf16 [b][rows][512], lse f32 [b][heads][seq_len_q]: requests with one split
@@ -71,6 +73,7 @@ __device__ __forceinline__ void start(const MlaDecodeParams& p, Storage& s) {
     prefetch_tensormap(&p.rope_map);
     prefetch_tensormap(&p.q_nope_map);
     prefetch_tensormap(&p.q_rope_map);
+    prefetch_tensormap(&p.k_scale_map);
     init_barriers(s.barriers);
   }
 #if SNAPMLA_DEBUG

@@ -234,8 +234,6 @@ def _decode_values(
     return (
         *_tensor_maps(arrays),
         arrays.q_scale.ptr,
-        arrays.k_scale.ptr,
-        block_stride(arrays.k_scale),
         table.ptr,
         table.strides[0] // table.itemsize,
         arrays.cache_seqlens.ptr,
@@ -251,6 +249,7 @@ def _decode_values(
         config.seq_len_q,
         int(causal),
         arrays.ckv.shape[0],
+        int(block_stride(arrays.k_scale) != 0),
         config.num_splits or 0,
         config.split_tokens // config.block_n,
         *trace[1:],
@@ -293,7 +292,7 @@ def row_strides(query: TensorView) -> tuple[int, int] | None:
     return row, query.strides[0] if batch > 1 else seq_len_q * heads * row
 
 
-def _tensor_maps(arrays: DecodeArrays) -> tuple[bytes, bytes, bytes, bytes]:
+def _tensor_maps(arrays: DecodeArrays) -> tuple[bytes, bytes, bytes, bytes, bytes]:
     """ckv_map, rope_map, q_nope_map, q_rope_map: 128-byte swizzled boxes of 64 tokens or rows."""
     from .driver import tensor_map
 
@@ -325,4 +324,16 @@ def _tensor_maps(arrays: DecodeArrays) -> tuple[bytes, bytes, bytes, bytes]:
         rope,
         encode_tiled("uint8", arrays.q_nope.ptr, nope_dims, q_nope, (LATENT_CHUNK, TILE_M, 1)),
         encode_tiled("bfloat16", arrays.q_rope.ptr, rope_dims, q_rope, (ROPE_DIM, TILE_M, 1)),
+        _scale_map(arrays, load_kv),
     )
+
+
+def _scale_map(arrays: DecodeArrays, encode: Any) -> bytes:
+    """Tensor map of the scales; one line of them where it serves every block (stride 0)."""
+    stride = block_stride(arrays.k_scale)
+    lines = arrays.ckv.shape[0] if stride else 1
+    dims, strides = (BLOCK_SIZE, lines), (stride or 4 * BLOCK_SIZE,)
+    found: bytes = encode(
+        "float32", arrays.k_scale.ptr, dims, strides, (BLOCK_SIZE, 1), swizzle="none"
+    )
+    return found

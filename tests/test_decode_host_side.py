@@ -173,7 +173,6 @@ def test_values_of_a_call(run: Callable[[str], None]) -> None:
         assert decode.grid == (1, 132, 1) and decode.num_rows == 40
         assert (decode.num_heads_q, decode.seq_len_q, decode.causal) == (20, 2, 1)
         assert decode.num_blocks == 9 and decode.block_table_stride == 40
-        assert decode.k_scale_block_stride == 256 and decode.k_scale == given[4].ptr
         assert decode.out == out.ptr and decode.lse == lse.ptr and decode.q_scale == given[2].ptr
         assert decode.trace_req == -1 and decode.trace == 0
         assert abs(decode.logit_factor - 0.5 * 1.4426950408889634) < 1e-15
@@ -186,6 +185,8 @@ def test_values_of_a_call(run: Callable[[str], None]) -> None:
         assert [word(decode.q_nope_map, i) for i in (1, 2, 3, 4)] == [given[0].ptr, 512, 40, 3]
         assert [word(decode.q_nope_map, i) for i in (7, 8)] == [512, 512 * 40]
         assert [word(decode.q_rope_map, i) for i in (1, 7, 8)] == [given[1].ptr, 128, 128 * 40]
+        assert decode.k_scale_step == 1
+        assert [word(decode.k_scale_map, i) for i in (1, 2, 3, 7)] == [given[4].ptr, 64, 9, 256]
         assert combine.name == "mla_combine" and combine.pdl and combine.batch == 3
         assert combine.o_accum == decode.o_accum and combine.lse_accum == decode.lse_accum
         assert combine.lse_accum - combine.o_accum == 135 * 40 * 512 * 4
@@ -211,7 +212,7 @@ def test_record_layout_and_single_block(run: Callable[[str], None]) -> None:
         (decode,) = SENT  # nothing can be split: no combine, no workspace
         word = lambda m, i: struct.unpack_from("<Q", m, 8 * i)[0]
         assert word(decode.ckv_map, 9) == record and word(decode.rope_map, 8) == record
-        assert decode.k_scale_block_stride == record and decode.variant == "rows16"
+        assert word(decode.k_scale_map, 7) == record and decode.variant == "rows16"
         assert decode.o_accum == 0 and decode.causal == 0 and decode.fixed_splits == 1
         for stride in (32768 + 8, 16384, 1 << 40):
             given[3].strides = (stride, 512, 1)

@@ -16,8 +16,8 @@ __device__ __forceinline__ void load_block(const MlaDecodeParams& p, Storage& s,
   mbarrier_arrive_expect_tx(bar, kStageTxBytes);
   tma_load_4d(shared_address(s.stages[stage].latent), &p.ckv_map, bar, policy, 0, 0, 0, page);
   tma_load_3d(shared_address(s.stages[stage].rope), &p.rope_map, bar, policy, 0, 0, page);
-  const char* scale = static_cast<const char*>(p.k_scale) + page * p.k_scale_block_stride;
-  bulk_load(shared_address(s.scale[stage]), scale, kScaleBytes, bar, policy);
+  tma_load_2d(shared_address(s.scale[stage]), &p.k_scale_map, bar, policy, 0,
+              page * p.k_scale_step);
 }
 
 // Start the copies of a split's Q tile (one thread). Rows beyond the request's are zero-filled.

@@ -21,6 +21,16 @@ __device__ __forceinline__ void prefetch_tensormap(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// cp.async.bulk.tensor.2d, tiled, global to shared.
+__device__ __forceinline__ void tma_load_2d(unsigned dst, const void* map, unsigned bar,
+                                            unsigned long long policy, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5}], [%2], %3;" ::"r"(dst),
+      "l"(map), "r"(bar), "l"(policy), "r"(x), "r"(y)
+      : "memory");
+}
+
 // cp.async.bulk.tensor.3d, tiled, global to shared.
 __device__ __forceinline__ void tma_load_3d(unsigned dst, const void* map, unsigned bar,
                                             unsigned long long policy, int x, int y, int z) {
@@ -39,15 +49,5 @@ __device__ __forceinline__ void tma_load_4d(unsigned dst, const void* map, unsig
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(dst),
       "l"(map), "r"(bar), "l"(policy), "r"(x), "r"(y), "r"(z), "r"(w)
-      : "memory");
-}
-
-// cp.async.bulk, global to shared: `bytes`, source and destination are multiples of 16.
-__device__ __forceinline__ void bulk_load(unsigned dst, const void* src, unsigned bytes,
-                                          unsigned bar, unsigned long long policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1], %2, [%3], %4;" ::"r"(dst),
-      "l"(src), "r"(bytes), "r"(bar), "l"(policy)
       : "memory");
 }
