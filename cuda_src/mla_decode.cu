@@ -52,18 +52,18 @@
 
 __device__ __forceinline__ void init_barriers(Barriers& b) {
   mbarrier_init(shared_address(&b.query_full), 1);
-  mbarrier_init(shared_address(&b.query_empty), kScoreWarps);
+  mbarrier_init_warps(shared_address(&b.query_empty), kScoreWarps);
   for (int i = 0; i < kStages; ++i) {
     mbarrier_init(shared_address(&b.stage_full[i]), 1);
-    mbarrier_init(shared_address(&b.stage_empty[i]), kOutputWarps);
-    mbarrier_init(shared_address(&b.tokens_ready[i]), kTokenWarps);
+    mbarrier_init_warps(shared_address(&b.stage_empty[i]), kOutputWarps);
+    mbarrier_init_warps(shared_address(&b.tokens_ready[i]), kTokenWarps);
   }
   for (int i = 0; i < kBuffers; ++i) {
-    mbarrier_init(shared_address(&b.weights_full[i]), kScoreWarps);
-    mbarrier_init(shared_address(&b.weights_empty[i]), kOutputWarps);
+    mbarrier_init_warps(shared_address(&b.weights_full[i]), kScoreWarps);
+    mbarrier_init_warps(shared_address(&b.weights_empty[i]), kOutputWarps);
   }
-  mbarrier_init(shared_address(&b.sum_full), kScoreWarps);
-  mbarrier_init(shared_address(&b.sum_empty), kOutputWarps);
+  mbarrier_init_warps(shared_address(&b.sum_full), kScoreWarps);
+  mbarrier_init_warps(shared_address(&b.sum_empty), kOutputWarps);
   fence_mbarrier_init();
 }
 

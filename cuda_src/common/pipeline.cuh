@@ -44,6 +44,29 @@ __device__ __forceinline__ void wait_for(unsigned bar, unsigned parity) {
 #define DEVICE_CHECK(condition) ((void)0)
 #endif
 
+// A warp's arrival: what its lanes did before is done for whoever waits (__syncwarp, then the first
+// lane's release). In debug builds every lane arrives: racecheck follows a thread's own arrival, not
+// one made for it by another lane of its warp.
+#if SNAPMLA_DEBUG
+constexpr unsigned kWarpArrivals = 32;
+#else
+constexpr unsigned kWarpArrivals = 1;
+#endif
+
+__device__ __forceinline__ void mbarrier_init_warps(unsigned bar, unsigned warps) {
+  mbarrier_init(bar, warps * kWarpArrivals);
+}
+
+__device__ __forceinline__ void warp_arrive(unsigned bar, unsigned count = 1) {
+  __syncwarp();
+  if (kWarpArrivals == 1 && (threadIdx.x & 31) != 0) return;
+  if (count == 1) {
+    mbarrier_arrive(bar);
+  } else {
+    mbarrier_arrive_count(bar, count);
+  }
+}
+
 // Position in a ring of kDepth buffers: `index` names the buffer, `phase` the parity of its barrier.
 template <int kDepth>
 struct Ring {

@@ -112,8 +112,7 @@ __device__ __forceinline__ void prepare_token(Storage& s, unsigned stage, int to
 }
 
 __device__ __forceinline__ void announce_tokens(Storage& s, unsigned stage) {
-  __syncwarp();
-  if ((threadIdx.x & 31) == 0) mbarrier_arrive(shared_address(&s.barriers.tokens_ready[stage]));
+  warp_arrive(shared_address(&s.barriers.tokens_ready[stage]));
 }
 
 // Token warps: one thread a token of the block.

@@ -134,11 +134,9 @@ __device__ __forceinline__ void issue_part(float (&tile)[kPartRegisters], const 
 
 // The block's pages are no longer read.
 __device__ __forceinline__ void release_pages(Storage& s, const unsigned (&stage)[kPages]) {
-  __syncwarp();
-  if ((threadIdx.x & 31) != 0) return;
 #pragma unroll
   for (int page = 0; page < kPages; ++page) {
-    mbarrier_arrive(shared_address(&s.barriers.stage_empty[stage[page]]));
+    warp_arrive(shared_address(&s.barriers.stage_empty[stage[page]]));
   }
 }
 
@@ -222,10 +220,7 @@ struct OutputLoop {
         trace.chunk(chunk, part, tile, o[chunk]);
       }
     }
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) {
-      mbarrier_arrive(shared_address(&s.barriers.weights_empty[at]));
-    }
+    warp_arrive(shared_address(&s.barriers.weights_empty[at]));
     profile.mark(kProfileOutput);
   }
 
@@ -271,7 +266,6 @@ __device__ __forceinline__ void store_outputs(const Outputs& o, const MlaDecodeP
 }
 
 __device__ __forceinline__ void output_role(const MlaDecodeParams& p, Storage& s, int half) {
-  const int lane = threadIdx.x & 31;
   Schedule schedule(p);
   Split split;
   OutputLoop loop{p, s, half};
@@ -281,8 +275,7 @@ __device__ __forceinline__ void output_role(const MlaDecodeParams& p, Storage& s
     loop.run(o, split);
     MBARRIER_WAIT(shared_address(&s.barriers.sum_full), phase);
     store_outputs(o, p, s, split, half);
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&s.barriers.sum_empty));
+    warp_arrive(shared_address(&s.barriers.sum_empty));
     phase ^= 1;
     loop.profile.mark(kProfileStore);
   }

@@ -233,11 +233,8 @@ struct ScoreLoop {
   // it, and the next copy into the place then lands before they read (seen on an H200).
   __device__ __forceinline__ void release_query() {
     if constexpr (kQueryInRegisters) {
-      __syncwarp();
-      if ((threadIdx.x & 31) == 0) {
-        mbarrier_arrive_count(shared_address(&s.barriers.stage_empty[query_place]),
-                              kOutputWarps / kScoreWarps);
-      }
+      warp_arrive(shared_address(&s.barriers.stage_empty[query_place]),
+                  kOutputWarps / kScoreWarps);
     }
   }
 
@@ -319,10 +316,8 @@ struct ScoreLoop {
     update_rows(rows, top, n, lane_sum, t, r);
     profile.mark(kProfileSoftmax);
     store_factors(s, buffer.index, t, r, first);
-    __syncwarp();  // the readers fence P for the tensor core (output_role)
-    if ((threadIdx.x & 31) == 0) {
-      mbarrier_arrive(shared_address(&s.barriers.weights_full[buffer.index]));
-    }
+    // The readers fence P for the tensor core (output_role).
+    warp_arrive(shared_address(&s.barriers.weights_full[buffer.index]));
     buffer.advance();
     trace.rows(top, n, t, r, rows.reference, rows.row_sum);
     profile.mark(kProfilePublish);
@@ -458,14 +453,10 @@ __device__ __forceinline__ void score_role(const MlaDecodeParams& p, Storage& s)
     loop.take_query(q, phase);
     loop.profile.mark(kProfileSplit);
     loop.run(q, split);
-    __syncwarp();
-    if (!kQueryInRegisters && lane == 0) {
-      mbarrier_arrive(shared_address(&s.barriers.query_empty));
-    }
+    if constexpr (!kQueryInRegisters) warp_arrive(shared_address(&s.barriers.query_empty));
     MBARRIER_WAIT(shared_address(&s.barriers.sum_empty), phase ^ 1);
     finish_rows(loop.rows, p, s, split, loop.row);
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&s.barriers.sum_full));
+    warp_arrive(shared_address(&s.barriers.sum_full));
     phase ^= 1;
     loop.profile.mark(kProfileSplit);
   }

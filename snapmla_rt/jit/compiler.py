@@ -166,9 +166,10 @@ def _fetch(nvrtc: Any, program: Any, what: str) -> bytes:
     """The program's log or cubin, whichever `what` names in NVRTC's getters."""
     code, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
     _check(nvrtc, code, f"nvrtcGet{what}Size")
-    data = bytes(size)
+    # NVRTC writes into it. Not bytes: Python shares objects of one byte, such as an empty log.
+    data = bytearray(size)
     _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}")(program, data)[0], f"nvrtcGet{what}")
-    return data
+    return bytes(data)
 
 
 def compile_unit(unit: CompileUnit) -> CompiledKernel:

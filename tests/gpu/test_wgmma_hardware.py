@@ -83,13 +83,13 @@ def compile_cubin(kind: str) -> bytes:
     options = [b"-arch=sm_90a", b"--std=c++17"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
+    log = bytearray(size)  # b" " * 1 is Python's own b" ": writing an empty log into it changed it
     nvrtc.nvrtcGetProgramLog(program, log)
     assert int(status) == 0, log.decode()
     _, size = nvrtc.nvrtcGetCUBINSize(program)
-    cubin = b" " * size
+    cubin = bytearray(size)
     nvrtc.nvrtcGetCUBIN(program, cubin)
-    return cubin
+    return bytes(cubin)
 
 
 Run = Callable[[str, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
