@@ -83,6 +83,7 @@ __device__ __forceinline__ void start(const MlaDecodeParams& p, Storage& s) {
     *at = 0xffffffffu;
   }
   fence_proxy_async_shared();
+  __syncthreads();  // the flags below are written after this
 #endif
   // Score warps without rows never write their flag.
   if (threadIdx.x < kBuffers * 4) s.raised[threadIdx.x / 4][threadIdx.x % 4] = 0;

@@ -8,6 +8,7 @@
 #include "mla_decode/scores.cuh"
 #include "mla_decode/storage.cuh"
 #include "mla_decode/trace.cuh"
+#include "ptx/ld_shared.cuh"
 
 // Where the score warps' cycles go.
 enum ScoreInterval {
@@ -46,13 +47,23 @@ __device__ __forceinline__ void start_rows(Rows& rows, const MlaDecodeParams& p,
   }
 }
 
+// ks and lk of this thread's token columns of a page ([S3]).
+struct TokenScales {
+  float4 pair[8];
+
+  __device__ __forceinline__ explicit TokenScales(const float4* token_scale) {
+    const unsigned from = shared_address(token_scale + (threadIdx.x & 3));
+#pragma unroll
+    for (int j = 0; j < 8; ++j) pair[j] = ld_shared_v4_f32(from + 64 * j);
+  }
+};
+
 // [S3] u = fma(S ks, c, lk), in place.
 __device__ __forceinline__ void scores_to_logits(float (&x)[kScores], const Rows& rows,
-                                                 const float4* token_scale) {
-  const int lane = threadIdx.x & 3;
+                                                 const TokenScales& scales) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const float4 token = token_scale[4 * j + lane];
+    const float4 token = scales.pair[j];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       float& first = x[4 * j + 2 * half];
@@ -78,17 +89,17 @@ __device__ __forceinline__ void hold_and_mask(float (&u)[kScores], const int (&l
   }
 }
 
-// [S4] M of the rows.
+// [S4] M of the rows; NaN where all u of a row are NaN, which counts as extreme (find_max).
 __device__ __forceinline__ void block_max(PerRow& top, const Scores& u) {
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
-    float lane_top[2] = {kNegInf, kNegInf};  // two chains: the maximum has no order
+    float lane_top[2];  // two chains: the maximum has no order
 #pragma unroll
     for (int page = 0; page < kPages; ++page) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float pair = fmaxf(u[page][4 * j + 2 * half], u[page][4 * j + 2 * half + 1]);
-        lane_top[j & 1] = fmaxf(lane_top[j & 1], pair);
+        lane_top[j & 1] = page == 0 && j < 2 ? pair : fmaxf(lane_top[j & 1], pair);
       }
     }
     top[half] = quad_max(fmaxf(lane_top[0], lane_top[1]));
@@ -142,9 +153,9 @@ __device__ __forceinline__ void store_weights(unsigned char* tile, const float (
   }
 }
 
-// [S6] and [S7]: raise the references, update L; t and r for the output warps.
-__device__ __forceinline__ void update_rows(Rows& rows, const PerRow& top, const PerRow& n,
-                                            const PerRow& lane_sum, PerRow& t, PerRow& r) {
+// [S6] raise the references; t and r for the output warps.
+__device__ __forceinline__ void raise_rows(Rows& rows, const PerRow& top, const PerRow& n,
+                                           PerRow& t, PerRow& r) {
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     const bool raise = top[half] > __fadd_rn(rows.reference[half], kRaiseThreshold);
@@ -152,6 +163,14 @@ __device__ __forceinline__ void update_rows(Rows& rows, const PerRow& top, const
     rows.reference[half] = raise ? top[half] : rows.reference[half];
     const float scaled = ex2_approx_ftz(__fsub_rn(n[half], rows.reference[half]));
     t[half] = top[half] == kNegInf ? 0.0f : scaled;
+  }
+}
+
+// [S7] L of this lane.
+__device__ __forceinline__ void add_row_sums(Rows& rows, const PerRow& lane_sum, const PerRow& t,
+                                             const PerRow& r) {
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
     rows.row_sum[half] =
         __fmaf_rn(lane_sum[half], t[half], __fmul_rn(rows.row_sum[half], r[half]));
   }
@@ -301,6 +320,8 @@ struct ScoreLoop {
         hold_and_mask(x[page], local);
       }
       block_max(top, x);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) top[half] = fmaxf(top[half], kNegInf);
     }
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
@@ -308,12 +329,11 @@ struct ScoreLoop {
     }
   }
 
-  // [S6], [S7] and the hand-over of the block.
-  __device__ __forceinline__ void weigh_end(const PerRow& top, const PerRow& n,
-                                            const PerRow& lane_sum, bool first,
+  // [S7] and the hand-over of the block.
+  __device__ __forceinline__ void weigh_end(const PerRow& top, const PerRow& n, const PerRow& t,
+                                            const PerRow& r, const PerRow& lane_sum, bool first,
                                             const TraceBlock& trace) {
-    PerRow t, r;
-    update_rows(rows, top, n, lane_sum, t, r);
+    add_row_sums(rows, lane_sum, t, r);
     profile.mark(kProfileSoftmax);
     store_factors(s, buffer.index, t, r, first);
     // The readers fence P for the tensor core (output_role).
@@ -341,15 +361,18 @@ struct ScoreLoop {
   __device__ __forceinline__ void weigh_page(Scores& x, unsigned& from, Scores& next, int block,
                                              const Split& split, const QueryFragments& q) {
     const TraceBlock trace(p, split.req, block);
-    PerRow top, n, lane_sum = {};
+    PerRow top, n, t, r, lane_sum = {};
     trace.scores(x);
     const unsigned own = from;
     if constexpr (kNext) from = take_page();
+    // Before S of the next page is on its way: beside it each of these loads takes twice as long.
+    const TokenScales scales(s.token_scale[own]);
     const PageOperands at(s, from);
     issue<kNext, 0>(next[0], q, at);
-    scores_to_logits(x[0], rows, s.token_scale[own]);
+    scores_to_logits(x[0], rows, scales);
     issue<kNext, 1>(next[0], q, at);
     find_max(x, block, top, n);
+    raise_rows(rows, top, n, t, r);
     issue<kNext, 2>(next[0], q, at);
     logits_to_weights<0, 4>(x[0], lane_sum, n, s.token_inverse[own]);
     const bool buffer_seen = look_for_buffer();
@@ -359,7 +382,7 @@ struct ScoreLoop {
     wait_buffer(buffer_seen);
     store_weights(s.weights[buffer.index], x[0], 0);
     if constexpr (kNext) look_for_page();
-    weigh_end(top, n, lane_sum, block == split.begin, trace);
+    weigh_end(top, n, t, r, lane_sum, block == split.begin, trace);
     if constexpr (kNext) wait_scores();
   }
 
@@ -389,13 +412,14 @@ struct ScoreLoop {
   __device__ __forceinline__ void weigh_pages(Scores& x, unsigned (&from)[kPages], int block,
                                               const Split& split, const QueryFragments& q) {
     const TraceBlock trace(p, split.req, block);
-    PerRow top, n, lane_sum = {};
+    PerRow top, n, t, r, lane_sum = {};
     trace.scores(x);
 #pragma unroll
     for (int page = 0; page < kPages; ++page) {
-      scores_to_logits(x[page], rows, s.token_scale[from[page]]);
+      scores_to_logits(x[page], rows, TokenScales(s.token_scale[from[page]]));
     }
     find_max(x, block, top, n);
+    raise_rows(rows, top, n, t, r);
 #pragma unroll
     for (int page = 0; page < kPages; ++page) {
       logits_to_weights<0, 8>(x[page], lane_sum, n, s.token_inverse[from[page]]);
@@ -404,7 +428,7 @@ struct ScoreLoop {
       store_weights(s.weights[buffer.index], x[page], page);
       if constexpr (kNext) from[page] = issue(x[page], q);
     }
-    weigh_end(top, n, lane_sum, block == split.begin, trace);
+    weigh_end(top, n, t, r, lane_sum, block == split.begin, trace);
     if constexpr (kNext) wait_scores();
   }
 

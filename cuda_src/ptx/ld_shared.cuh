@@ -1,8 +1,12 @@
-// Loads from shared memory at a 32-bit address: PTX ISA, "ld".
+// Loads from shared memory, and a store, at a 32-bit address: PTX ISA, "ld", "st".
 //
 // An address that a loop carries on costs less than one that is built anew from the name of a
 // variable each time.
 #pragma once
+
+// Nothing: but the compiler no longer knows how x came about, so it cannot compute it once more
+// instead of keeping it.
+__device__ __forceinline__ void keep_in_register(unsigned& x) { asm volatile("" : "+r"(x)); }
 
 // ld.shared.v4.u32: 16 bytes; 16-byte aligned.
 __device__ __forceinline__ uint4 ld_shared_v4(unsigned from) {
@@ -14,9 +18,31 @@ __device__ __forceinline__ uint4 ld_shared_v4(unsigned from) {
   return x;
 }
 
+// ld.shared.v4.f32: 16 bytes; 16-byte aligned.
+__device__ __forceinline__ float4 ld_shared_v4_f32(unsigned from) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
+}
+
 // ld.shared.u32: one element, 4-byte aligned.
 __device__ __forceinline__ unsigned ld_shared_u32(unsigned from) {
   unsigned x;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
+}
+
+// ld.shared.v2.u64: 16 bytes; 16-byte aligned.
+__device__ __forceinline__ ulonglong2 ld_shared_v2_u64(unsigned from) {
+  ulonglong2 x;
+  asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];" : "=l"(x.x), "=l"(x.y) : "r"(from) : "memory");
+  return x;
+}
+
+// st.shared.u32: one element, 4-byte aligned.
+__device__ __forceinline__ void st_shared_u32(unsigned to, unsigned x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
