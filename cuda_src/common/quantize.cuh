@@ -21,6 +21,8 @@ constexpr u32 kInfBits = 0x7f800000u;
 constexpr u32 kNanBits = 0x7fffffffu;  // the one NaN of the hardware
 constexpr float kSmallScale = 0x1p-92f;
 constexpr float kLift = 0x1p+32f;
+constexpr u32 kUsualLow = 0x21800000u;   // 2^-60
+constexpr u32 kUsualHigh = 0x5d800000u;  // 2^60
 
 // Where a row's latent and RoPE values lie.
 struct RowPlace {
@@ -184,8 +186,64 @@ __device__ __forceinline__ void latent_codes(uint2 (&codes)[2], const LaneRow<kI
   }
 }
 
-// The rule on one row of the warp. Called by all lanes together.
+// 1 / scale in two parts, for inputs of 16 bits: hi is a little below it, lo > 0 is what it lacks.
+struct Reciprocal {
+  float hi;
+  float lo;
+};
+
+// The hardware's value is within 1 ulp; 2 ulp less is below 1 / scale, by at most 4.
+__device__ __forceinline__ Reciprocal reciprocal(float scale) {
+  const float hi = __uint_as_float(__float_as_uint(rcp_approx_ftz(scale)) - 2);
+  return Reciprocal{hi, __fmul_rn(__fmaf_rn(-scale, hi, 1.0f), hi)};
+}
+
+// x / scale, correctly rounded, for x of 16 bits and a scale that is amax / 448 of such an amax, or a
+// power of two: all pairs of significands have been tried, with each hi that may come
+// (tests/reference/test_division.py repeats it). Where nothing underflows only significands count.
+// Two instructions where `quotient` takes three; of 24-bit x it errs now and then. As lo is never
+// below zero, -0 keeps its sign.
+__device__ __forceinline__ float short_quotient(float x, const Reciprocal& rcp) {
+  return __fmaf_rn(x, rcp.hi, __fmul_rn(x, rcp.lo));
+}
+
+// amax / 448, correctly rounded, by the two parts of 1 / 448: every significand has been tried.
+__device__ __forceinline__ float scale_of_amax(float amax) {
+  return __fmaf_rn(amax, 0x1.24924ap-9f, __fmul_rn(amax, -0x1.b6db6ep-34f));
+}
+
+// The rule on a row of 16-bit values as nearly all are: amax within 2^-60 and 2^60, so that nothing
+// below goes out of range, and |RoPE / scale| within 2^-40 and 2^40, so that the RoPE does not raise
+// the scale. False, and `out` of no use, for any other row: then for all lanes.
 template <int kInput>
+__device__ __forceinline__ bool quantize_usual_row(LaneCodes& out, const LaneRow<kInput>& row,
+                                                   u32 amax_bits, bool pow2) {
+  const u32 below_power = pow2 ? 0x007fffffu : 0;
+  const u32 scale_bits = __float_as_uint(scale_of_amax(__uint_as_float(amax_bits)));
+  out.scale = __uint_as_float((scale_bits + below_power) & ~below_power);  // [Q2]
+  const Reciprocal rcp = reciprocal(out.scale);
+  const float r0 = short_quotient(element<kInput>(row.rope, 0), rcp);  // [Q4]
+  const float r1 = short_quotient(element<kInput>(row.rope, 1), rcp);
+  out.rope = cvt_bf16x2(r1, r0);
+  const bool is_usual = (amax_bits - kUsualLow < kUsualHigh - kUsualLow) & (fabsf(r0) >= 0x1p-40f) &
+                        (fabsf(r1) >= 0x1p-40f) & (fabsf(r0) <= 0x1p40f) & (fabsf(r1) <= 0x1p40f);
+  if (!__all_sync(kAllLanes, is_usual)) return false;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float x[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      x[j] = short_quotient(element<kInput>(row.latent[half], j), rcp);  // [Q3]
+    }
+    out.codes[half].x = e4m3x4_from_f32(x[0], x[1], x[2], x[3]);
+    out.codes[half].y = e4m3x4_from_f32(x[4], x[5], x[6], x[7]);
+  }
+  return true;
+}
+
+// The rule on one row of the warp. Called by all lanes together. kTryUsual: quickly, if it is such a
+// row; of no use where narrow accesses take most of the time.
+template <int kInput, bool kTryUsual>
 __device__ __forceinline__ LaneCodes quantize_row(const LaneRow<kInput>& row, bool pow2) {
   constexpr int kWords = LaneRow<kInput>::kWords;
   u32 latent_max = 0, rope_max = 0;
@@ -194,9 +252,13 @@ __device__ __forceinline__ LaneCodes quantize_row(const LaneRow<kInput>& row, bo
     latent_max = max_magnitude<kInput>(latent_max, row.latent[0][i]);
     latent_max = max_magnitude<kInput>(latent_max, row.latent[1][i]);
   }
+  const u32 amax_bits = warp_max_bits<kInput>(latent_max);  // [Q1]
+  if constexpr (kTryUsual && kInput != kInputF32) {
+    LaneCodes usual;
+    if (quantize_usual_row<kInput>(usual, row, amax_bits, pow2)) return usual;
+  }
 #pragma unroll
   for (int i = 0; i < kWords / 4; ++i) rope_max = max_magnitude<kInput>(rope_max, row.rope[i]);
-  const u32 amax_bits = warp_max_bits<kInput>(latent_max);  // [Q1]
   const u32 rmax_bits = warp_max_bits<kInput>(rope_max);
   if (max(amax_bits, rmax_bits) >= kInfBits) return nan_codes();
 

@@ -8,6 +8,7 @@
 #if CLAIM
 #include "data_movement/row_ring.cuh"
 #include "ptx/atomic.cuh"
+#include "ptx/ld_shared.cuh"
 #endif
 
 constexpr int kAppendWarps = 8;
@@ -36,8 +37,8 @@ __device__ __forceinline__ void load_token(LaneRow<kInput>& row, const AppendKvP
 template <int kInput, bool kWide>
 __device__ __forceinline__ void write_token(const LaneRow<kInput>& row, const AppendKvParams& p,
                                             int slot) {
+  const LaneCodes codes = quantize_row<kInput, false>(row, p.pow2);
   const TokenPlace to = token_place(p.cache, slot);
-  const LaneCodes codes = quantize_row<kInput>(row, p.pow2);
   store_codes(codes, to.codes, to.rope, kWide || p.cache.wide);
   if (threadIdx.x % kWarpSize == 0) st_global_u32(to.scale, __float_as_uint(codes.scale));
 }
@@ -162,53 +163,83 @@ __device__ __noinline__ void write_listed(const AppendKvParams& p, u32 count) {
   }
 }
 
-// What the warps of a CTA share of its tokens.
-struct CtaTokens {
-  TokenPlace place[kAppendThreads];  // codes: null for a token that is not written
-  float scale[kAppendThreads];
+// Where the codes and the RoPE of a token go: one load from shared memory reads both.
+struct __align__(16) TokenTarget {
+  char* codes;  // null for a token that is not written
+  char* rope;
 };
 
-__device__ __forceinline__ CtaTokens& cta_tokens() {
-  __shared__ CtaTokens s_tokens;
+// What the warps of a CTA share of a token.
+struct SharedToken {
+  TokenTarget to;
+  char* scale_to;
+  float scale;
+};
+constexpr u32 kScaleOffset = sizeof(TokenTarget) + sizeof(char*);
+static_assert(sizeof(SharedToken) == 32, "read_target and kScaleOffset rely on it");
+
+__device__ __forceinline__ TokenTarget read_target(u32 token) {
+  const ulonglong2 to = ld_shared_v2_u64(token);
+  return TokenTarget{reinterpret_cast<char*>(to.x), reinterpret_cast<char*>(to.y)};
+}
+
+__device__ __forceinline__ SharedToken* cta_tokens() {
+  __shared__ SharedToken s_tokens[kAppendThreads];
   return s_tokens;
 }
+
+// The tokens of a warp, for RowRing.
+struct TokenRows {
+  const AppendKvParams& p;
+  const u32 first;  // of the CTA
+
+  __device__ __forceinline__ RowPlace row(u32 i) const {
+    return token_source(p, first + row_in_cta(i));
+  }
+  static __device__ __forceinline__ constexpr bool is_linear() { return true; }
+  __device__ __forceinline__ i64 latent_step() const { return kRowWarps * p.kv_c_stride; }
+  __device__ __forceinline__ i64 rope_step() const { return kRowWarps * p.k_pe_stride; }
+};
 
 // Thread i looks after token i of the CTA: it reads the slot, claims it, and writes the scale at the
 // end; so these accesses are coalesced. The warps do the rest, a token after the other, and do not
 // wait for the claims: nobody shares a slot in a proper mapping, and write_listed mends the others.
 template <int kInput, bool kWide>
 __device__ __forceinline__ void append_claimed(const AppendKvParams& p) {
-  CtaTokens& tokens = cta_tokens();
+  SharedToken* const tokens = cta_tokens();
   const CtaRows rows = cta_rows(blockIdx.x, p.tokens_per_cta, p.longer_ctas);
   const u32 token = rows.first + threadIdx.x;
   const i64 named = load_slot(p.slot_mapping, p.slot_stride, p.slots_are_64bit,
                               min(token, p.num_tokens - 1));
-  const auto place = [&](u32 i) { return token_source(p, rows.first + row_in_cta(i)); };
-  RowRing<kInput, kWide> ring;
-  ring.start(existing_rows(rows), place);
+  RowRing<kInput, kWide, TokenRows> ring{TokenRows{p, rows.first}};
+  ring.start(existing_rows(rows));
 
   const int slot = threadIdx.x < rows.count ? valid_slot(named, p.cache) : -1;
   const u32 claim = claim_slot(p, token, slot);
-  TokenPlace& own = tokens.place[threadIdx.x];
-  own = token_place(p.cache, slot);
+  SharedToken& own = tokens[threadIdx.x];
+  const TokenPlace place = token_place(p.cache, slot);
   bool is_written = slot >= 0;
   // Narrow accesses leave no register to keep the answer in.
   constexpr bool kWaits = !kWide;
   if (kWaits && list_if_shared(p, token, claim)) is_written = false;
-  if (!is_written) own.codes = nullptr;
+  own.to = {is_written ? place.codes : nullptr, place.rope};
+  own.scale_to = place.scale;
   __syncthreads();
 
-  const auto write = [&](const LaneCodes& codes, u32 i) {
-    const TokenPlace& to = tokens.place[row_in_cta(i)];
+  const auto write = [&](const LaneCodes& codes, u32 token) {
+    const TokenTarget to = read_target(token);
     store_codes(codes, to.codes, to.rope, kWide || p.cache.wide);
-    if (threadIdx.x % kWarpSize == 0) tokens.scale[row_in_cta(i)] = codes.scale;
+    if (threadIdx.x % kWarpSize == 0) {
+      st_shared_u32(token + kScaleOffset, __float_as_uint(codes.scale));
+    }
   };
-  const TokenPlace& of_lane = tokens.place[row_in_cta(threadIdx.x % kWarpSize)];
-  const u32 wanted = __ballot_sync(kAllLanes, of_lane.codes != nullptr);
-  ring.run(wanted, p.pow2, place, write);
+  const SharedToken& of_lane = tokens[row_in_cta(threadIdx.x % kWarpSize)];
+  const u32 wanted = __ballot_sync(kAllLanes, of_lane.to.codes != nullptr);
+  const u32 of_warp = static_cast<u32>(__cvta_generic_to_shared(&tokens[row_in_cta(0)]));
+  ring.run(wanted, p.pow2, of_warp, kRowWarps * sizeof(SharedToken), write);
   __syncthreads();
 
-  if (own.codes) st_global_u32(own.scale, __float_as_uint(tokens.scale[threadIdx.x]));
+  if (own.to.codes) st_global_u32(own.scale_to, __float_as_uint(own.scale));
   if (!kWaits) list_if_shared(p, token, claim);
   const u32 listed = listed_for_last_cta(p);
   if (listed) write_listed<kInput>(p, listed);

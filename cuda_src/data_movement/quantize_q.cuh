@@ -23,12 +23,24 @@ __device__ __forceinline__ RowPlace query_row(const QuantizeQParams& p, u32 row)
   };
 }
 
+// Those of a warp of a CTA, for RowRing.
+struct QueryRows {
+  const QuantizeQParams& p;
+  const u32 first;  // of the CTA
+
+  __device__ __forceinline__ RowPlace row(u32 i) const {
+    return query_row(p, first + row_in_cta(i));
+  }
+  __device__ __forceinline__ bool is_linear() const { return p.flat; }
+  __device__ __forceinline__ i64 latent_step() const { return kRowWarps * p.nope_stride_h; }
+  __device__ __forceinline__ i64 rope_step() const { return kRowWarps * p.rope_stride_h; }
+};
+
 // The rows of one CTA. kWide: p.wide, known at compile time.
 template <int kInput, bool kWide>
 __device__ __forceinline__ void quantize_query_rows(const QuantizeQParams& p, u32 cta) {
   const CtaRows rows = cta_rows(cta, p.rows_per_cta, p.longer_ctas);
   const u32 existing = existing_rows(rows);
-  const auto place = [&](u32 i) { return query_row(p, rows.first + row_in_cta(i)); };
   const u32 lane = threadIdx.x % kWarpSize;
   float scale = 0.0f;  // of row `lane`, so that one store writes all scales of the warp
   const auto write = [&](const LaneCodes& codes, u32 i) {
@@ -37,9 +49,9 @@ __device__ __forceinline__ void quantize_query_rows(const QuantizeQParams& p, u3
                 static_cast<char*>(p.out_rope) + row * 128, true);
     if (lane == i) scale = codes.scale;
   };
-  RowRing<kInput, kWide> ring;
-  ring.start(existing, place);
-  ring.run(existing, p.pow2, place, write);
+  RowRing<kInput, kWide, QueryRows> ring{QueryRows{p, rows.first}};
+  ring.start(existing);
+  ring.run(existing, p.pow2, 0, 1, write);
   if (existing >> lane & 1) {
     const i64 row = rows.first + row_in_cta(lane);
     st_global_u32(static_cast<char*>(p.out_scale) + row * 4, __float_as_uint(scale));

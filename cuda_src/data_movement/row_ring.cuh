@@ -9,86 +9,123 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/ld_shared.cuh"
 
-// RING_ROWS rows are copied ahead. place(i) is where row i of the warp lies, write(codes, i) stores
-// what becomes of it. kWide: the rows allow wide accesses; else they are loaded when their turn comes.
-template <int kInput, bool kWide>
+// RING_ROWS rows are copied ahead. `rows` says where the rows of the warp lie: rows.row(i), and from
+// one to the next by rows.latent_step() and rows.rope_step() where rows.is_linear(), which saves
+// products. write(codes, place) stores what becomes of a row; the place is a number that the loop
+// carries on from row to row, so that nothing has to be built anew from the row's index. kWide: the
+// rows allow wide accesses; else they are loaded when their turn comes.
+template <int kInput, bool kWide, class Rows>
 struct RowRing {
   static constexpr int kElement = LaneRow<kInput>::kBytes;
   static constexpr int kLatentBytes = kKvLoraRank * kElement;
+  static constexpr int kRopeLaneBytes = 2 * kElement;
   static constexpr int kRowBytes = kLatentBytes + kQkRopeHeadDim * kElement;
+  // Of 2-byte types each lane reads what it has copied itself.
+  static constexpr bool kLanesShare = kInput == kInputF32;
+
+  const Rows rows;
+
+  explicit __device__ __forceinline__ RowRing(const Rows& of) : rows(of) {}
 
   // The first copies. existing: bit i set where row i of the warp exists.
-  template <class Place>
-  __device__ __forceinline__ void start(u32 existing, Place place) {
+  __device__ __forceinline__ void start(u32 existing) {
     if constexpr (kWide) {
+      next_ = lane_part(rows.row(0));
 #pragma unroll
       for (u32 k = 0; k < RING_ROWS; ++k) {
-        if (existing >> k & 1) copy(memory() + k * kRowBytes, place(k));
+        if (existing >> k & 1) copy(memory() + k * kRowBytes);
         cp_async_commit();
+        advance(k + 1);
       }
     }
   }
 
-  // wanted: bit i set where row i is to be quantised.
-  template <class Place, class Write>
-  __device__ __forceinline__ void run(u32 wanted, bool pow2, Place place, Write write) {
-    u32 stage = 0, at = memory();  // of row i
-    for (u32 i = 0; wanted; ++i, wanted >>= 1) {
-      const bool is_wanted = wanted & 1;
+  // wanted: bit i set where row i is to be quantised. The place of row i is place + i place_step.
+  template <class Write>
+  __device__ __forceinline__ void run(u32 wanted, bool pow2, u32 place, u32 place_step,
+                                      Write write) {
+    u32 stage = 0, at = 0;  // of row i
+    if constexpr (kWide) {
+      at = memory();
+      keep_in_register(at);
+    }
+    for (u32 i = 0; wanted; ++i, wanted >>= 1, place += place_step) {
       LaneRow<kInput> row;
       if constexpr (kWide) {
         cp_async_wait_group<RING_ROWS - 1>();
-        __syncwarp();  // fp32: what this lane reads another one has copied
-        if (is_wanted) read(row, at);
-        __syncwarp();  // all lanes have read
-        if (wanted >> RING_ROWS & 1) copy(at, place(i + RING_ROWS));
+        if constexpr (kLanesShare) __syncwarp();
+        read(row, at);  // of a row that is not wanted, whatever lies there
+        if constexpr (kLanesShare) __syncwarp();
+        if (wanted >> RING_ROWS) copy(at);  // wanted or not: that test would be one more
         cp_async_commit();
+        advance(i + RING_ROWS + 1);
         const bool is_last_stage = stage == RING_ROWS - 1;
         stage = is_last_stage ? 0 : stage + 1;
         at += is_last_stage ? -(RING_ROWS - 1) * kRowBytes : kRowBytes;
-      } else if (is_wanted) {
-        const RowPlace from = place(i);
+      }
+      if (!(wanted & 1)) continue;
+      if constexpr (!kWide) {
+        const RowPlace from = rows.row(i);
         load_row<kInput>(row, from.latent, from.rope, false);
       }
-      if (!is_wanted) continue;
-      write(quantize_row<kInput>(row, pow2), i);
+      write(quantize_row<kInput, kWide>(row, pow2), place);
     }
     if constexpr (kWide) cp_async_wait_group<0>();  // of rows that exist and are not wanted
   }
 
  private:
-  // Shared address of the warp's first stage.
+  RowPlace next_;  // this lane's first part of the row to be copied next
+
+  static __device__ __forceinline__ u32 lane() { return threadIdx.x % kWarpSize; }
+
+  // Shared address of this lane's first 16 bytes in the warp's first stage.
   static __device__ __forceinline__ u32 memory() {
     __shared__ __align__(16) char s_rows[kRowWarps][RING_ROWS][kRowBytes];
-    return static_cast<u32>(__cvta_generic_to_shared(s_rows[threadIdx.x / kWarpSize]));
+    const char* own = &s_rows[threadIdx.x / kWarpSize][0][16 * lane()];
+    return static_cast<u32>(__cvta_generic_to_shared(own));
   }
 
-  static __device__ __forceinline__ void copy(u32 to, const RowPlace& from) {
-    const u32 lane = threadIdx.x % kWarpSize;
-    const char* latent = from.latent + 16 * lane;
+  static __device__ __forceinline__ RowPlace lane_part(const RowPlace& row) {
+    return RowPlace{row.latent + 16 * lane(), row.rope + kRopeLaneBytes * lane()};
+  }
+
+  // Where this lane's RoPE values lie in the stage at `at`.
+  static __device__ __forceinline__ u32 rope_at(u32 at) {
+    return at + kLatentBytes - (16 - kRopeLaneBytes) * lane();
+  }
+
+  __device__ __forceinline__ void advance(u32 to_row) {
+    if (rows.is_linear()) {
+      next_.latent += rows.latent_step();
+      next_.rope += rows.rope_step();
+    } else {
+      next_ = lane_part(rows.row(to_row));
+    }
+  }
+
+  __device__ __forceinline__ void copy(u32 to) const {
 #pragma unroll
     for (u32 at = 0; at < kLatentBytes; at += 16 * kWarpSize) {
-      cp_async_16(to + 16 * lane + at, latent + at);
+      cp_async_16(to + at, next_.latent + at);
     }
-    constexpr int kPair = 2 * kElement;
-    cp_async_small<kPair>(to + kLatentBytes + kPair * lane, from.rope + kPair * lane);
+    cp_async_small<kRopeLaneBytes>(rope_at(to), next_.rope);
   }
 
-  static __device__ __forceinline__ void read(LaneRow<kInput>& row, u32 from) {
+  static __device__ __forceinline__ void read(LaneRow<kInput>& row, u32 at) {
     constexpr int kLaneBytes = 8 * kElement;
-    const u32 lane = threadIdx.x % kWarpSize;
+    const u32 from = at + (kLaneBytes - 16) * lane();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < LaneRow<kInput>::kWords; i += 4) {
-        const uint4 x = ld_shared_v4(from + (half * kWarpSize + lane) * kLaneBytes + 4 * i);
+        const uint4 x = ld_shared_v4(from + half * kWarpSize * kLaneBytes + 4 * i);
         row.latent[half][i] = x.x;
         row.latent[half][i + 1] = x.y;
         row.latent[half][i + 2] = x.z;
         row.latent[half][i + 3] = x.w;
       }
     }
-    const u32 rope = from + kLatentBytes + lane * 2 * kElement;
+    const u32 rope = rope_at(at);
     row.rope[0] = ld_shared_u32(rope);
     if constexpr (kInput == kInputF32) row.rope[1] = ld_shared_u32(rope + 4);
   }

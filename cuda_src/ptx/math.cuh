@@ -8,6 +8,13 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   return y;
 }
 
+// rcp.approx.ftz.f32: one MUFU.RCP, within 1 ulp.
+__device__ __forceinline__ float rcp_approx_ftz(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // cvt.rn.satfinite.e4m3x2.f32: `hi` becomes the upper byte, `lo` the lower one.
 __device__ __forceinline__ unsigned short cvt_e4m3x2(float hi, float lo) {
   unsigned short codes;

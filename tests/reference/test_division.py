@@ -3,6 +3,9 @@
 common/quantize.cuh computes q = x * rcp, r = q * scale - x, q - r * rcp, where the reference
 divides. The two may differ only where a quotient lies next to a point half-way between two codes;
 there they are compared, for every mantissa of the scale with -m slow.
+
+For inputs of 16 bits it is shorter still, and equals the division in every bit: 1 / scale as a sum
+hi + lo, x * hi + (x * lo) with one rounding at the end. All pairs of significands are tried.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from numpy.typing import NDArray
 from snapmla_rt.reference.numerics import e4m3_from_f32, fma, rcp_rn
 
 F32 = NDArray[np.float32]
+
+
+LOW_448 = float.fromhex("-0x1.b6db6ep-34")  # 1 / 448 less its nearest float32
 
 
 def half_way_significands() -> F32:
@@ -81,3 +87,50 @@ def test_whole_range_gives_the_same_codes() -> None:
         got = e4m3_from_f32(corrected_quotient(x * lift, scale * lift))
         want = e4m3_from_f32(x / scale)
     assert np.array_equal(got, want)
+
+
+def sums_of_reciprocals(scale: F32) -> list[tuple[F32, F32]]:
+    """The kernel's hi and lo for each value that a reciprocal within 1 ulp may have."""
+    sums = []
+    for below in range(1, 5):  # it subtracts 2 ulp; one more where ulps change their size
+        hi = (rcp_rn(scale).view(np.uint32) - np.uint32(below)).view(np.float32)
+        sums.append((hi, fma(-scale, hi, np.float32(1)) * hi))
+    return sums
+
+
+def significands(bits: int) -> F32:
+    """All of `bits` bits, the leading one among them, in [1, 2)."""
+    steps = np.float32(1 << (bits - 1))
+    return np.arange(steps, 2 * steps, dtype=np.float32) / steps
+
+
+@pytest.mark.parametrize("bits", [8, 11], ids=["bfloat16", "float16"])
+def test_short_quotient_of_16_bit_inputs_is_the_division(bits: int) -> None:
+    """Scales that are amax / 448, and the powers of two of scale_rounding="pow2"."""
+    x = significands(bits)[:, None]
+    for scale in (significands(bits) / np.float32(448), np.array([0.5, 1.0, 2.0], np.float32)):
+        for hi, lo in sums_of_reciprocals(scale):
+            assert (lo > 0).all()  # so -0 keeps its sign
+            got = fma(x, hi, x * lo)
+            assert np.array_equal(got.view(np.uint32), (x / scale).view(np.uint32))
+
+
+@pytest.mark.parametrize("x", [0.0, 2.0**-133, 2.0**-126, 2.0**-80, 2.0**-30])
+def test_short_quotient_keeps_the_sign_of_small_values(x: float) -> None:
+    """Where products underflow the code is a zero in any case, but of which sign?"""
+    scale = np.exp2(np.arange(-69, 53, dtype=np.float32)) * np.float32(1.3)
+    for value in np.array([x, -x], np.float32):
+        for hi, lo in sums_of_reciprocals(scale):
+            with np.errstate(all="ignore"):
+                got, want = fma(value, hi, value * lo), value / scale
+            assert np.array_equal(np.signbit(got), np.signbit(want))
+            assert np.array_equal(e4m3_from_f32(got), e4m3_from_f32(want))
+
+
+def test_scale_from_amax_is_the_division() -> None:
+    """amax / 448 by the two parts of 1 / 448, for every significand of 24 bits."""
+    for start in range(0, 1 << 23, 1 << 20):
+        mantissas = np.arange(start, start + (1 << 20), dtype=np.uint32)
+        amax = (mantissas | np.uint32(0x3F800000)).view(np.float32)
+        got = fma(amax, np.float32(1) / np.float32(448), amax * np.float32(LOW_448))
+        assert np.array_equal(got, amax / np.float32(448))
