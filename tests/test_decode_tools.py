@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import accuracy_gpu
 import bench_mla_decode
+import counters_decode
 import fuzz_decode
 import numpy as np
 import pytest
@@ -196,6 +197,16 @@ def test_accumulating_in_place_drifts() -> None:
         exact = np.repeat(values.mean(axis=0, keepdims=True), 4, axis=0)
         gains.append(float(((got - exact) * exact).sum() / (exact * exact).sum()))
     assert abs(gains[0]) < 1e-3 and gains[2] < -0.02 and gains[2] < gains[1] < 0, gains
+
+
+def test_counters_are_numbers_with_units() -> None:
+    text = """==PROF== Connected
+"ID","Kernel Name","device__attribute_name","sm__cycles.avg","dram__bytes.sum"
+"","","","cycle","byte"
+"0","mla_decode","No-CC","1,234.5","7"
+"""
+    found = counters_decode.read_counters(text)
+    assert found == {"dram__bytes.sum [byte]": 7.0, "sm__cycles.avg [cycle]": 1234.5}
 
 
 def test_pictures(tmp_path: Path) -> None:

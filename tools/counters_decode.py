@@ -69,9 +69,11 @@ def read_counters(text: str) -> dict[str, float]:
     names, units, values = list(csv.reader(io.StringIO("\n".join(lines))))[:3]
     found = {}
     for name, unit, value in zip(names, units, values, strict=True):
-        if "__" in name and value:
-            found[f"{name} [{unit}]"] = float(value.replace(",", ""))
-    return found
+        number = value.replace(",", "")
+        is_number = number.replace(".", "", 1).isdigit()
+        if "__" in name and is_number and not name.startswith("device__"):  # ncu adds the device's
+            found[f"{name} [{unit}]"] = float(number)
+    return dict(sorted(found.items()))
 
 
 def measure(ncu: str, heads: int) -> dict[str, float]:
