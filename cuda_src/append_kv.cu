@@ -14,8 +14,10 @@
 //          another token of the launch claimed the slot before. Nobody waits for the answer: every
 //          token is written at once, and those that share a slot (there are none in a proper
 //          mapping) come on a list. The last CTA to finish, when all others have written, writes
-//          the last token of each listed slot once more, whole. A warp has the copies of RING_ROWS
-//          tokens to shared memory under way all the time.
+//          the last token of each listed slot once more, whole. A CTA that learns in time that there
+//          is no list ends without waiting for its writes (EARLY_END; 0: none does, to measure what
+//          that is worth). A warp has the copies of RING_ROWS tokens to shared memory under way all
+//          the time.
 //
 // Arguments (AppendKvParams; the API checks them):
 //   cache         planes, strides in bytes, num_slots; wide: codes 16-byte, RoPE 4-byte aligned
@@ -23,8 +25,8 @@
 //                 of k_pe 8-byte aligned
 //   slot_mapping  i32 or i64 [n], stride in bytes
 //   pow2          not 0: scale_rounding="pow2"
-//   claims        u32 [num_slots], any content; deferred u32 [n][2]; counters u32 [2], zero before
-//                 the first launch, left zero by each, 8-byte aligned; claim_base. claim variant
+//   claims        u32 [num_slots], any content; deferred u32 [n][2]; counters u32 [33], zero
+//                 before the first launch, left zero by each, 8-byte aligned; claim_base. claim variant
 //                 only; one workspace serves launches that follow one another, not two at the same
 //                 time.
 //   tokens_per_cta, longer_ctas  claim variant: the first longer_ctas CTAs take tokens_per_cta + 1

@@ -13,6 +13,8 @@ INPUT_DTYPES = ("bfloat16", "float16", "float32")  # INPUT_DTYPE 0, 1, 2 of comm
 # to fill the memory bandwidth at the number of CTAs an SM holds; more only delay other accesses.
 QUERY_RING_ROWS = 3
 APPEND_RING_ROWS = 2
+# When append_kv's CTAs learn whether they may end early: append_claimed explains it.
+APPEND_END = (("EARLY_END", 1), ("COUNT_ROW", 3), ("LOOK_ROWS", 2))
 FLOAT32_RING_ROWS = 2  # rows of twice the size
 FETCH_ROWS_PER_WARP = 4  # all on the way at once
 CTA_ROWS = WARPS * 32  # the most of quantize_q and append_kv: each lane keeps what belongs to a row
@@ -116,6 +118,7 @@ APPEND_KV = KernelSpec(
             "_claim",
             48,
             ("CLAIM", 1),
+            *APPEND_END,
             ring_rows=APPEND_RING_ROWS,
             wide_registers=64,
         ),

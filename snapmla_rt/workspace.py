@@ -11,7 +11,7 @@ import threading
 from .config import APPEND_CLAIM_MAX
 from .errors import CudaError
 
-_COUNTER_BYTES = 256
+_COUNTER_BYTES = 256  # the two lie 128 bytes apart
 
 
 class AppendWorkspace:

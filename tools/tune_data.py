@@ -52,6 +52,12 @@ Setting = Mapping[str, int]
 SETTINGS: dict[str, tuple[Setting, ...]] = {
     "append_kv": (
         {},
+        {"EARLY_END": 0},
+        {"COUNT_ROW": 2},
+        {"COUNT_ROW": 5},
+        {"LOOK_ROWS": 1},
+        {"LOOK_ROWS": 4},
+        {"LOOK_ROWS": 32},  # never looks: what early ends cost where there is none
         {"RING_ROWS": 1},
         {"RING_ROWS": 3},
         {"MIN_CTAS": 4},

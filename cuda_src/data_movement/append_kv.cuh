@@ -8,6 +8,7 @@
 #if CLAIM
 #include "data_movement/row_ring.cuh"
 #include "ptx/atomic.cuh"
+#include "ptx/bar.cuh"
 #include "ptx/ld_shared.cuh"
 #endif
 
@@ -95,10 +96,29 @@ __device__ __forceinline__ void append_scanned(const AppendKvParams& p, u32 cta)
 
 #if CLAIM
 
-// counters as one number: CTAs that are done in the lower half, tokens on the list in the upper.
-__device__ __forceinline__ u64* counters(const AppendKvParams& p) {
+// Whether CTAs may end early, as append_claimed explains. Narrow rows are rare and do without.
+template <bool kWide>
+constexpr bool kEndsEarly = EARLY_END && kWide;
+
+// What a CTA adds to a sum that comes to 0 when all CTAs have added to it, modulo 2^32, and never
+// before: the first CTA 1 - gridDim.x, any other 1, so that the sums on the way are 1 to gridDim.x - 1
+// or the negatives of these. Nobody has to be found who sets the sum back.
+__device__ __forceinline__ u32 share_of_sum() { return blockIdx.x ? 1 : 1 - gridDim.x; }
+
+// Tokens on the list in the lower half, the sum over the CTAs that are done in the upper.
+__device__ __forceinline__ u64* done_counter(const AppendKvParams& p) {
   return reinterpret_cast<u64*>(p.counters);
 }
+__device__ __forceinline__ u64 share_of_done() { return static_cast<u64>(share_of_sum()) << 32; }
+
+// Twice the sum over the CTAs that are claimed, all of whose tokens have heard whether another one
+// has their slot, plus kSomeListed if there is a token on the list.
+__device__ __forceinline__ u32* claimed_counter(const AppendKvParams& p) { return p.counters + 32; }
+constexpr u32 kSomeListed = 1;
+constexpr u32 kNotLooked = 1;  // no value of the counter that says anything
+
+constexpr int kHeardBarrier = 1;
+constexpr u32 kCountingThread = kAppendThreads - kWarpSize;  // of the warp with the fewest rows
 
 // [A2] by claiming, for many tokens. claims[slot] holds the token that came last, as a number that
 // counts on from launch to launch (claim_base is the first of this one); what earlier launches left
@@ -113,26 +133,35 @@ __device__ __forceinline__ u32 claim_slot(const AppendKvParams& p, u32 token, in
 
 // Lists a token whose slot another token of this launch claimed before; says whether it did. Of the
 // tokens of a slot all but the first to claim it come on the list.
+template <bool kWide>
 __device__ __forceinline__ bool list_if_shared(const AppendKvParams& p, u32 token, u32 claim) {
   const u32 before = claim - p.claim_base;
   if (before >= p.num_tokens || before == token) return false;
   if (token_slot(p, before) != token_slot(p, token)) return false;
-  const u32 place = static_cast<u32>(atomicAdd(counters(p), 1ull << 32) >> 32);
+  const u32 place = static_cast<u32>(atomicAdd(done_counter(p), 1ull));
   p.deferred[2 * place] = token;
   p.deferred[2 * place + 1] = before;
+  if (kEndsEarly<kWide>) {
+    atomicOr(claimed_counter(p), kSomeListed);
+    __threadfence();
+  }
   return true;
 }
 
 // The number of listed tokens in the last CTA to come here, when the writes of all others are done
-// and visible; 0 in every other CTA. The last one sets the counters back for the next launch.
+// and visible; 0 in every other CTA. The last one sets back what a list has left in the counters.
 __device__ __forceinline__ u32 listed_for_last_cta(const AppendKvParams& p) {
   __shared__ u32 s_listed;
   __syncthreads();
   if (threadIdx.x == 0) {
-    const u64 before = atom_acq_rel_add(counters(p), 1);
-    const bool is_last = static_cast<u32>(before) == gridDim.x - 1;
-    if (is_last) *counters(p) = 0;
-    s_listed = is_last ? static_cast<u32>(before >> 32) : 0;
+    const u64 done = atom_acq_rel_add(done_counter(p), share_of_done()) + share_of_done();
+    const bool is_last = done >> 32 == 0;
+    const u32 listed = static_cast<u32>(done);
+    if (is_last && listed) {
+      *done_counter(p) = 0;
+      *claimed_counter(p) = 0;
+    }
+    s_listed = is_last ? listed : 0;
   }
   __syncthreads();
   return s_listed;
@@ -204,6 +233,28 @@ struct TokenRows {
 // Thread i looks after token i of the CTA: it reads the slot, claims it, and writes the scale at the
 // end; so these accesses are coalesced. The warps do the rest, a token after the other, and do not
 // wait for the claims: nobody shares a slot in a proper mapping, and write_listed mends the others.
+//
+// The end. The CTA that mends must see what all others have written, so a CTA makes its writes
+// visible and counts itself as done, which takes a while. Where nothing is to be mended that is for
+// nothing, and a CTA that knows it in time ends early:
+//   After the first RING_ROWS rows of its warp each thread hears what its claim found, and lists its
+//   token if it must. When all have heard, the counting thread counts the CTA as claimed; it does so
+//   after its row COUNT_ROW, and so seldom waits for another warp. When LOOK_ROWS rows are left to it
+//   it begins to read claimed_counter.
+//   If that is 0, the CTA ends early: it adds its share to done_counter as well, but waits for
+//   nothing. Else, or if there were too few rows for all this, it ends as said above.
+// Why nobody ends early in a launch with a list: a token comes on it before its CTA counts itself as
+// claimed (the barrier lies between), and kSomeListed goes to the same number as that count, whose
+// changes all see in one order. The thread that reads that number has counted the CTA before, so that
+// what it reads is not the 0 from before the launch: it is 0 only when all CTAs have counted
+// themselves and none has listed a token. So if one token is listed, all CTAs count themselves as
+// done with the fence, and the last one is found; if none is, nobody needs to be found.
+// A relaxed order will do for the count as claimed, as nothing else is read on its account: what
+// stands on the list is handed over by the count as done.
+// Why the counters are 0 for the next launch: every CTA adds its share to both of them (of narrow
+// rows, to done_counter only), early end or not, and the shares come to 0; where there is a list, the
+// last CTA, when no other has anything to add, clears both. The next launch begins to count when this
+// one has finished.
 template <int kInput, bool kWide>
 __device__ __forceinline__ void append_claimed(const AppendKvParams& p) {
   SharedToken* const tokens = cta_tokens();
@@ -215,13 +266,13 @@ __device__ __forceinline__ void append_claimed(const AppendKvParams& p) {
   ring.start(existing_rows(rows));
 
   const int slot = threadIdx.x < rows.count ? valid_slot(named, p.cache) : -1;
-  const u32 claim = claim_slot(p, token, slot);
+  u32 answer = claim_slot(p, token, slot);
   SharedToken& own = tokens[threadIdx.x];
   const TokenPlace place = token_place(p.cache, slot);
   bool is_written = slot >= 0;
   // Narrow accesses leave no register to keep the answer in.
   constexpr bool kWaits = !kWide;
-  if (kWaits && list_if_shared(p, token, claim)) is_written = false;
+  if (kWaits && list_if_shared<kWide>(p, token, answer)) is_written = false;
   own.to = {is_written ? place.codes : nullptr, place.rope};
   own.scale_to = place.scale;
   __syncthreads();
@@ -236,11 +287,41 @@ __device__ __forceinline__ void append_claimed(const AppendKvParams& p) {
   const SharedToken& of_lane = tokens[row_in_cta(threadIdx.x % kWarpSize)];
   const u32 wanted = __ballot_sync(kAllLanes, of_lane.to.codes != nullptr);
   const u32 of_warp = static_cast<u32>(__cvta_generic_to_shared(&tokens[row_in_cta(0)]));
-  ring.run(wanted, p.pow2, of_warp, kRowWarps * sizeof(SharedToken), write);
+  constexpr u32 kStep = kRowWarps * sizeof(SharedToken);
+  __shared__ bool s_ends_early;  // written and read with kEndsEarly only
+  if constexpr (kEndsEarly<kWide>) {
+    static_assert(COUNT_ROW >= RING_ROWS && LOOK_ROWS >= 1);
+    const bool counts = threadIdx.x / kWarpSize == kAppendWarps - 1;
+    const bool is_counter = threadIdx.x == kCountingThread;
+    const auto count = [&] {
+      named_barrier_sync(kHeardBarrier, kAppendThreads);
+      if (is_counter) red_relaxed_add(claimed_counter(p), 2 * share_of_sum());
+    };
+    const auto hear = [&](u32 left) {
+      list_if_shared<kWide>(p, token, answer);
+      answer = kNotLooked;  // from here on: what the counting thread finds in claimed_counter
+      if (!counts) named_barrier_arrive(kHeardBarrier, kAppendThreads);
+      if (counts && !left) count();
+    };
+    const auto after_row = [&](u32 i, u32 left) {
+      if (counts && (i == COUNT_ROW || (i < COUNT_ROW && !left))) count();
+      if (is_counter && i >= COUNT_ROW && left >> (LOOK_ROWS - 1) == 1) {
+        answer = ld_relaxed_u32(claimed_counter(p));
+      }
+    };
+    ring.run(wanted, p.pow2, of_warp, kStep, write, hear, after_row);
+    if (is_counter) s_ends_early = answer == 0;
+  } else {
+    ring.run(wanted, p.pow2, of_warp, kStep, write);
+  }
   __syncthreads();
 
   if (own.to.codes) st_global_u32(own.scale_to, __float_as_uint(own.scale));
-  if (!kWaits) list_if_shared(p, token, claim);
+  if (kEndsEarly<kWide> && s_ends_early) {
+    if (threadIdx.x == kCountingThread) red_relaxed_add(done_counter(p), share_of_done());
+    return;
+  }
+  if (!kWaits && !kEndsEarly<kWide>) list_if_shared<kWide>(p, token, answer);
   const u32 listed = listed_for_last_cta(p);
   if (listed) write_listed<kInput>(p, listed);
 }

@@ -44,37 +44,73 @@ struct RowRing {
   template <class Write>
   __device__ __forceinline__ void run(u32 wanted, bool pow2, u32 place, u32 place_step,
                                       Write write) {
-    u32 stage = 0, at = 0;  // of row i
-    if constexpr (kWide) {
-      at = memory();
-      keep_in_register(at);
+    begin();
+    while (wanted) step(wanted, pow2, place, place_step, write);
+    end();
+  }
+
+  // The same in two loops, with between(left) after RING_ROWS rows, or fewer where no more are wanted,
+  // and after_row(i, left) after each of the rest; left: what is left of `wanted`, row i + 1 in bit 0.
+  // What between() uses may be still on its way to its register in the loop before; the compiler has
+  // what is used within a loop waited for in its first row.
+  template <class Write, class Between, class AfterRow>
+  __device__ __forceinline__ void run(u32 wanted, bool pow2, u32 place, u32 place_step, Write write,
+                                      Between between, AfterRow after_row) {
+    begin();
+#pragma unroll 1
+    for (u32 i = 0; wanted && i < RING_ROWS; ++i) step(wanted, pow2, place, place_step, write);
+    between(wanted);
+    for (u32 i = RING_ROWS; wanted; ++i) {
+      step(wanted, pow2, place, place_step, write);
+      after_row(i, wanted);
     }
-    for (u32 i = 0; wanted; ++i, wanted >>= 1, place += place_step) {
-      LaneRow<kInput> row;
-      if constexpr (kWide) {
-        cp_async_wait_group<RING_ROWS - 1>();
-        if constexpr (kLanesShare) __syncwarp();
-        read(row, at);  // of a row that is not wanted, whatever lies there
-        if constexpr (kLanesShare) __syncwarp();
-        if (wanted >> RING_ROWS) copy(at);  // wanted or not: that test would be one more
-        cp_async_commit();
-        advance(i + RING_ROWS + 1);
-        const bool is_last_stage = stage == RING_ROWS - 1;
-        stage = is_last_stage ? 0 : stage + 1;
-        at += is_last_stage ? -(RING_ROWS - 1) * kRowBytes : kRowBytes;
-      }
-      if (!(wanted & 1)) continue;
-      if constexpr (!kWide) {
-        const RowPlace from = rows.row(i);
-        load_row<kInput>(row, from.latent, from.rope, false);
-      }
-      write(quantize_row<kInput, kWide>(row, pow2), place);
-    }
-    if constexpr (kWide) cp_async_wait_group<0>();  // of rows that exist and are not wanted
+    end();
   }
 
  private:
   RowPlace next_;  // this lane's first part of the row to be copied next
+  u32 index_, stage_, at_;  // of the row whose turn it is; the address of its stage last
+
+  __device__ __forceinline__ void begin() {
+    index_ = stage_ = at_ = 0;
+    if constexpr (kWide) {
+      at_ = memory();
+      keep_in_register(at_);
+    }
+  }
+
+  __device__ __forceinline__ void end() {
+    if constexpr (kWide) cp_async_wait_group<0>();  // of rows that exist and are not wanted
+  }
+
+  // A row, and on to the next.
+  template <class Write>
+  __device__ __forceinline__ void step(u32& wanted, bool pow2, u32& place, u32 place_step,
+                                       Write write) {
+    LaneRow<kInput> row;
+    if constexpr (kWide) {
+      cp_async_wait_group<RING_ROWS - 1>();
+      if constexpr (kLanesShare) __syncwarp();
+      read(row, at_);  // of a row that is not wanted, whatever lies there
+      if constexpr (kLanesShare) __syncwarp();
+      if (wanted >> RING_ROWS) copy(at_);  // wanted or not: that test would be one more
+      cp_async_commit();
+      advance(index_ + RING_ROWS + 1);
+      const bool is_last_stage = stage_ == RING_ROWS - 1;
+      stage_ = is_last_stage ? 0 : stage_ + 1;
+      at_ += is_last_stage ? -(RING_ROWS - 1) * kRowBytes : kRowBytes;
+    }
+    if (wanted & 1) {
+      if constexpr (!kWide) {
+        const RowPlace from = rows.row(index_);
+        load_row<kInput>(row, from.latent, from.rope, false);
+      }
+      write(quantize_row<kInput, kWide>(row, pow2), place);
+    }
+    ++index_;
+    wanted >>= 1;
+    place += place_step;
+  }
 
   static __device__ __forceinline__ u32 lane() { return threadIdx.x % kWarpSize; }
 

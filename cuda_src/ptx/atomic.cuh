@@ -1,4 +1,4 @@
-// Atomic operations with a stated memory order: PTX ISA, "atom".
+// Atomic operations and loads with a stated memory order: PTX ISA, "atom", "red", "ld".
 #pragma once
 
 // atom.acq_rel.gpu.add.u64: the value before. What this thread has written or seen written goes
@@ -11,4 +11,20 @@ __device__ __forceinline__ unsigned long long atom_acq_rel_add(unsigned long lon
                : "l"(at), "l"(by)
                : "memory");
   return before;
+}
+
+// red.relaxed.gpu.add.u32, .u64: nobody waits for it, and it orders nothing but itself among the
+// other atomic operations on the same number.
+__device__ __forceinline__ void red_relaxed_add(unsigned* at, unsigned by) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(at), "r"(by) : "memory");
+}
+__device__ __forceinline__ void red_relaxed_add(unsigned long long* at, unsigned long long by) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(at), "l"(by) : "memory");
+}
+
+// ld.relaxed.gpu.u32: what is there for the whole GPU, not what this SM remembers.
+__device__ __forceinline__ unsigned ld_relaxed_u32(const unsigned* at) {
+  unsigned x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+  return x;
 }
