@@ -201,12 +201,15 @@ def test_accumulating_in_place_drifts() -> None:
 
 def test_counters_are_numbers_with_units() -> None:
     text = """==PROF== Connected
-"ID","Kernel Name","device__attribute_name","sm__cycles.avg","dram__bytes.sum"
-"","","","cycle","byte"
+"ID","Kernel Name","device__name","gpu__time_duration.sum","dram__bytes_read.sum.per_second"
+"","","","ns","byte/s"
 "0","mla_decode","No-CC","1,234.5","7"
 """
     found = counters_decode.read_counters(text)
-    assert found == {"dram__bytes.sum [byte]": 7.0, "sm__cycles.avg [cycle]": 1234.5}
+    assert found == {
+        "dram__bytes_read.sum.per_second [byte/s]": 7.0,
+        "gpu__time_duration.sum [ns]": 1234.5,
+    }
 
 
 def test_pictures(tmp_path: Path) -> None:

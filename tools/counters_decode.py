@@ -16,6 +16,7 @@ import glob
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,18 +28,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 HEADS, BATCH, CONTEXT = (16, 64, 128), 128, 8192
 SKIPPED = 2  # launches before the one that is measured
+# As regular expressions: names of the tensor core's counters differ between versions.
 METRICS = (
-    "gpu__time_duration.sum",
-    "sm__cycles_elapsed.avg.per_second",
-    "smsp__issue_active.avg.pct_of_peak_sustained_active",
-    "dram__bytes_read.sum.per_second",
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "lts__throughput.avg.pct_of_peak_sustained_elapsed",
-    "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
-    # Names of these differ between versions.
-    "regex:sm__(inst_executed_)?pipe_tensor.*(cycles_active|gmma).*avg.pct_of_peak_sustained_active$",
-    "regex:l1tex__data_bank_(reads|writes).avg.pct_of_peak_sustained_elapsed$",
-    "regex:sm__inst_executed_pipe_(alu|fma|fmaheavy|xu|lsu|uniform).avg.pct_of_peak_sustained_active$",
+    r"gpu__time_duration\.sum",
+    r"sm__cycles_elapsed\.avg\.per_second",
+    r"smsp__issue_active\.avg\.pct_of_peak_sustained_active",
+    r"dram__bytes_read\.sum\.per_second",
+    r"(dram|lts)__throughput\.avg\.pct_of_peak_sustained_elapsed",
+    r"l1tex__data_(pipe_lsu_wavefronts|bank_reads|bank_writes)\.avg\.pct_of_peak_sustained_elapsed",
+    r"sm__pipe_tensor_(op_)?[higqu]*mma_?cycles_active\.avg\.pct_of_peak_sustained_active",
+    r"sm__pipe_tensor_cycles_active\.avg\.pct_of_peak_sustained_active",
+    r"sm__inst_executed_pipe_(alu|fma|xu|lsu|uniform|tensor_op_gmma)\.avg\.pct_of_peak_sustained_active",
 )
 
 
@@ -70,8 +70,8 @@ def read_counters(text: str) -> dict[str, float]:
     found = {}
     for name, unit, value in zip(names, units, values, strict=True):
         number = value.replace(",", "")
-        is_number = number.replace(".", "", 1).isdigit()
-        if "__" in name and is_number and not name.startswith("device__"):  # ncu adds the device's
+        # ncu adds much of its own, such as the device's properties.
+        if any(re.fullmatch(metric, name) for metric in METRICS):
             found[f"{name} [{unit}]"] = float(number)
     return dict(sorted(found.items()))
 
@@ -80,7 +80,7 @@ def measure(ncu: str, heads: int) -> dict[str, float]:
     """Counters of one launch. Raises RuntimeError with ncu's words."""
     command = [ncu, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
     command += ["--kernel-name", "mla_decode", "--launch-skip", str(SKIPPED), "--launch-count", "1"]
-    command += ["--metrics", ",".join(METRICS)]
+    command += ["--metrics", ",".join(f"regex:^{metric}$" for metric in METRICS)]
     command += [sys.executable, str(Path(__file__).resolve()), "--child", str(heads)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode != 0 or "==ERROR==" in done.stdout:
