@@ -5,12 +5,13 @@ recorded times; write the table and draw it.
     python tools/bench_mla_decode.py --only table --cases 64,1 128,2   # h,s_q[,b[,context]] ...
     python tools/bench_mla_decode.py --only table --quick
 
-Method: tools/bench.py's burst (idle, spin, 5 warm-up and 40 timed calls, events around each, the
-median of three medians in the table, one burst elsewhere), data N(0, 1), blocks shuffled, tables rotating over a pool of 2,097,152
-tokens, so that the cache is cold. `us` holds everything of a call: decode and combine.
-share_of_read is the time of reading the same bytes with the bulk copy engine, by `us`. Sections:
-table, sustained, steps (preparation + decode + combine in one graph), heads (heads x query
-length), invariant (what fixed cuts cost). Rows are written as they are measured.
+Method: tools/bench.py's burst (idle, spin, 5 warm-up and 40 timed calls, events around each; the
+median of three medians in the table, one burst elsewhere), data N(0, 1), blocks shuffled, tables
+rotating over a pool of 2,097,152 tokens, so that the cache is cold. `us` holds everything of a
+call: decode and combine. share_of_read is the time of reading the same bytes with the bulk copy
+engine, by `us`. Sections: table, sustained, steps (preparation + decode + combine in one graph),
+heads (heads x query length), invariant (what fixed cuts cost). Rows are written as they are
+measured.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@
 #if CLAIM
 #include "data_movement/row_ring.cuh"
 #include "ptx/atomic.cuh"
-#include "ptx/bar.cuh"
 #include "ptx/ld_shared.cuh"
 #endif
 
@@ -117,7 +116,6 @@ __device__ __forceinline__ u32* claimed_counter(const AppendKvParams& p) { retur
 constexpr u32 kSomeListed = 1;
 constexpr u32 kNotLooked = 1;  // no value of the counter that says anything
 
-constexpr int kHeardBarrier = 1;
 constexpr u32 kCountingThread = kAppendThreads - kWarpSize;  // of the warp with the fewest rows
 
 // [A2] by claiming, for many tokens. claims[slot] holds the token that came last, as a number that
@@ -141,10 +139,7 @@ __device__ __forceinline__ bool list_if_shared(const AppendKvParams& p, u32 toke
   const u32 place = static_cast<u32>(atomicAdd(done_counter(p), 1ull));
   p.deferred[2 * place] = token;
   p.deferred[2 * place + 1] = before;
-  if (kEndsEarly<kWide>) {
-    atomicOr(claimed_counter(p), kSomeListed);
-    __threadfence();
-  }
+  if (kEndsEarly<kWide>) atomicOr(claimed_counter(p), kSomeListed);
   return true;
 }
 
@@ -238,13 +233,14 @@ struct TokenRows {
 // visible and counts itself as done, which takes a while. Where nothing is to be mended that is for
 // nothing, and a CTA that knows it in time ends early:
 //   After the first RING_ROWS rows of its warp each thread hears what its claim found, and lists its
-//   token if it must. When all have heard, the counting thread counts the CTA as claimed; it does so
-//   after its row COUNT_ROW, and so seldom waits for another warp. When LOOK_ROWS rows are left to it
-//   it begins to read claimed_counter.
+//   token if it must; the warp says so in s_heard. Once all warps have, the counting thread counts the
+//   CTA as claimed; it asks after its row COUNT_ROW and the rows behind it, at the latest it counts at
+//   the end. If it has counted when LOOK_ROWS rows are left to it, it begins to read claimed_counter.
 //   If that is 0, the CTA ends early: it adds its share to done_counter as well, but waits for
 //   nothing. Else, or if there were too few rows for all this, it ends as said above.
 // Why nobody ends early in a launch with a list: a token comes on it before its CTA counts itself as
-// claimed (the barrier lies between), and kSomeListed goes to the same number as that count, whose
+// claimed (a warp with a listed token makes that visible before it says that it has heard), and
+// kSomeListed goes to the same number as that count, whose
 // changes all see in one order. The thread that reads that number has counted the CTA before, so that
 // what it reads is not the 0 from before the launch: it is 0 only when all CTAs have counted
 // themselves and none has listed a token. So if one token is listed, all CTAs count themselves as
@@ -275,6 +271,9 @@ __device__ __forceinline__ void append_claimed(const AppendKvParams& p) {
   if (kWaits && list_if_shared<kWide>(p, token, answer)) is_written = false;
   own.to = {is_written ? place.codes : nullptr, place.rope};
   own.scale_to = place.scale;
+  __shared__ u32 s_heard;        // warps; these two with kEndsEarly only
+  __shared__ bool s_ends_early;
+  if (kEndsEarly<kWide> && threadIdx.x == 0) s_heard = 0;
   __syncthreads();
 
   const auto write = [&](const LaneCodes& codes, u32 token) {
@@ -288,33 +287,32 @@ __device__ __forceinline__ void append_claimed(const AppendKvParams& p) {
   const u32 wanted = __ballot_sync(kAllLanes, of_lane.to.codes != nullptr);
   const u32 of_warp = static_cast<u32>(__cvta_generic_to_shared(&tokens[row_in_cta(0)]));
   constexpr u32 kStep = kRowWarps * sizeof(SharedToken);
-  __shared__ bool s_ends_early;  // written and read with kEndsEarly only
+  // Of the counting thread; the others have nothing to count.
+  bool to_count = kEndsEarly<kWide> && threadIdx.x == kCountingThread;
+  const auto count = [&] {
+    red_relaxed_add(claimed_counter(p), 2 * share_of_sum());
+    to_count = false;
+  };
   if constexpr (kEndsEarly<kWide>) {
     static_assert(COUNT_ROW >= RING_ROWS && LOOK_ROWS >= 1);
-    const bool counts = threadIdx.x / kWarpSize == kAppendWarps - 1;
-    const bool is_counter = threadIdx.x == kCountingThread;
-    const auto count = [&] {
-      named_barrier_sync(kHeardBarrier, kAppendThreads);
-      if (is_counter) red_relaxed_add(claimed_counter(p), 2 * share_of_sum());
-    };
-    const auto hear = [&](u32 left) {
-      list_if_shared<kWide>(p, token, answer);
+    const auto hear = [&] {
+      const bool listed = list_if_shared<kWide>(p, token, answer);
       answer = kNotLooked;  // from here on: what the counting thread finds in claimed_counter
-      if (!counts) named_barrier_arrive(kHeardBarrier, kAppendThreads);
-      if (counts && !left) count();
+      if (__any_sync(kAllLanes, listed)) __threadfence();
+      if (threadIdx.x % kWarpSize == 0) red_relaxed_shared_add(&s_heard, 1);
     };
     const auto after_row = [&](u32 i, u32 left) {
-      if (counts && (i == COUNT_ROW || (i < COUNT_ROW && !left))) count();
-      if (is_counter && i >= COUNT_ROW && left >> (LOOK_ROWS - 1) == 1) {
-        answer = ld_relaxed_u32(claimed_counter(p));
-      }
+      if (threadIdx.x != kCountingThread || i < COUNT_ROW) return;
+      if (to_count && atom_acquire_shared_read(&s_heard) == kAppendWarps) count();
+      if (!to_count && left >> (LOOK_ROWS - 1) == 1) answer = ld_relaxed_u32(claimed_counter(p));
     };
     ring.run(wanted, p.pow2, of_warp, kStep, write, hear, after_row);
-    if (is_counter) s_ends_early = answer == 0;
+    if (threadIdx.x == kCountingThread) s_ends_early = answer == 0;
   } else {
     ring.run(wanted, p.pow2, of_warp, kStep, write);
   }
   __syncthreads();
+  if (to_count) count();
 
   if (own.to.codes) st_global_u32(own.scale_to, __float_as_uint(own.scale));
   if (kEndsEarly<kWide> && s_ends_early) {

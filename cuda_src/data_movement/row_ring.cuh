@@ -49,7 +49,7 @@ struct RowRing {
     end();
   }
 
-  // The same in two loops, with between(left) after RING_ROWS rows, or fewer where no more are wanted,
+  // The same in two loops, with between() after RING_ROWS rows, or fewer where no more are wanted,
   // and after_row(i, left) after each of the rest; left: what is left of `wanted`, row i + 1 in bit 0.
   // What between() uses may be still on its way to its register in the loop before; the compiler has
   // what is used within a loop waited for in its first row.
@@ -59,7 +59,7 @@ struct RowRing {
     begin();
 #pragma unroll 1
     for (u32 i = 0; wanted && i < RING_ROWS; ++i) step(wanted, pow2, place, place_step, write);
-    between(wanted);
+    between();
     for (u32 i = RING_ROWS; wanted; ++i) {
       step(wanted, pow2, place, place_step, write);
       after_row(i, wanted);

@@ -22,6 +22,22 @@ __device__ __forceinline__ void red_relaxed_add(unsigned long long* at, unsigned
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(at), "l"(by) : "memory");
 }
 
+// red.relaxed.cta and atom.acquire.cta of a number in shared memory: add, and read.
+__device__ __forceinline__ void red_relaxed_shared_add(unsigned* at, unsigned by) {
+  asm volatile("red.relaxed.cta.shared::cta.add.u32 [%0], %1;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(at))),
+               "r"(by)
+               : "memory");
+}
+__device__ __forceinline__ unsigned atom_acquire_shared_read(unsigned* at) {
+  unsigned x;
+  asm volatile("atom.acquire.cta.shared::cta.add.u32 %0, [%1], 0;"
+               : "=r"(x)
+               : "r"(static_cast<unsigned>(__cvta_generic_to_shared(at)))
+               : "memory");
+  return x;
+}
+
 // ld.relaxed.gpu.u32: what is there for the whole GPU, not what this SM remembers.
 __device__ __forceinline__ unsigned ld_relaxed_u32(const unsigned* at) {
   unsigned x;
