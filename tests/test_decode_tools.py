@@ -6,17 +6,20 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import accuracy_gpu
+import bench_data
 import bench_mla_decode
 import counters_decode
 import fuzz_decode
 import numpy as np
 import pytest
-from bench_decode_data import Case
+from bench import Timing
+from bench_decode_data import Case, Yardsticks
 from decode_cases import (
     LAYOUTS,
     PATTERNS,
@@ -197,6 +200,42 @@ def test_accumulating_in_place_drifts() -> None:
         exact = np.repeat(values.mean(axis=0, keepdims=True), 4, axis=0)
         gains.append(float(((got - exact) * exact).sum() / (exact * exact).sum()))
     assert abs(gains[0]) < 1e-3 and gains[2] < -0.02 and gains[2] < gains[1] < 0, gains
+
+
+class _Bench:
+    device_index = 0
+
+    def floors(self) -> dict[str, float]:
+        return {}
+
+    def copy_gbps(self, nbytes: int) -> float:
+        return 4000.0
+
+    def time(self, enqueue: object) -> Timing:
+        return Timing(2.0, 1.9, 2.1, 1.5)
+
+
+def test_rows_of_a_benchmark_are_kept_as_they_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_data, "machine", lambda index: {"gpu": "none"})
+    out = tmp_path / "rows.json"
+    old = [{"kernel": "append_kv", "us": 9}, {"kernel": "other", "us": 8}]
+    out.write_text(json.dumps(old))
+    report = bench_data.Report(_Bench(), out)  # type: ignore[arg-type]
+    for tokens in (1, 2):
+        report.measure("append_kv", tokens, 8000, lambda i: None)
+        rows = json.loads(out.read_text())
+        assert [row["kernel"] for row in rows] == ["other"] + ["append_kv"] * tokens
+    assert rows[-1]["gbps"] == 4 and rows[-1]["tokens"] == 2
+
+
+def test_the_read_yardstick_stays_within_its_pool() -> None:
+    yardsticks = Yardsticks.__new__(Yardsticks)
+    yardsticks.pool = SimpleNamespace(num_blocks=2)  # type: ignore[assignment]
+    yardsticks._found = {}
+    with pytest.raises(ValueError, match="pool's 82432"):
+        yardsticks.read_gbps(6 * 16384)
 
 
 def test_counters_are_numbers_with_units() -> None:

@@ -155,10 +155,10 @@ def quantize_job(bench: Bench, batch: int, heads: int, *, cold: bool = True) -> 
 
 
 class Report:
-    """Rows of one kernel: prints them and puts them into the result file."""
+    """Rows of a benchmark: prints each and puts it into the result file, if there is one."""
 
-    def __init__(self, bench: Bench) -> None:
-        self.bench = bench
+    def __init__(self, bench: Bench, out: Path | None = None) -> None:
+        self.bench, self.out = bench, out
         self.rows: list[dict[str, Any]] = []
         self._same_size: dict[int, float] = {}
         self.floors = bench.floors()
@@ -201,6 +201,8 @@ class Report:
             row["share_of_same_size_copy"] = round(gbps / same, 3)
             facts["of_same_size_copy"] = row["share_of_same_size_copy"]
         self.rows.append(row)
+        if self.out is not None:
+            update_rows(self.out, self.rows, [row["kernel"] for row in self.rows])
         notes = ", ".join(f"{k}={v}" for k, v in facts.items())
         print(
             f"{kernel:<22} {tokens:>7} tokens {timing.us:8.2f} us ({timing.low:.2f} to "
@@ -260,7 +262,8 @@ def _retuned(variant: Variant, options: Mapping[str, int]) -> Variant:
 
 
 def run(kernels_: Sequence[str], body: Callable[[Report, Any], None]) -> int:
-    """The command line of a benchmark: `body(report, args)` measures."""
+    """The command line of a benchmark of `kernels_`, of which --set concerns the first:
+    `body(report, args)` measures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--out", type=Path, nargs="?", const=RESULTS, help=f"default {RESULTS}")
@@ -271,10 +274,7 @@ def run(kernels_: Sequence[str], body: Callable[[Report, Any], None]) -> int:
     if args.per_warp is not None or args.set:
         pairs = [text.split("=") for text in args.set]
         retune(kernels_[0], args.per_warp, {name: int(value) for name, value in pairs})
-    report = Report(Bench(args.device))
-    body(report, args)
-    if args.out:
-        update_rows(args.out, report.rows, kernels_)
+    body(Report(Bench(args.device), args.out), args)
     return 0
 
 

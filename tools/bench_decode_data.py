@@ -272,6 +272,8 @@ class Yardsticks:
         found = self._found.get(size)
         if found is None:
             whole = self.pool.num_blocks * BLOCK_SIZE * BYTES_PER_TOKEN
+            if size > whole:
+                raise ValueError(f"nbytes: expected at most the pool's {whole}, got {nbytes}")
             base = min(plane.ptr for plane in self.pool.planes)
             windows = max(min(whole // size, 24), 1)
             grid = (2 * self.bench.info.num_sms, 1, 1)
