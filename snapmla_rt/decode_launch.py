@@ -293,7 +293,8 @@ def row_strides(query: TensorView) -> tuple[int, int] | None:
 
 
 def _tensor_maps(arrays: DecodeArrays) -> tuple[bytes, bytes, bytes, bytes, bytes]:
-    """ckv_map, rope_map, q_nope_map, q_rope_map: 128-byte swizzled boxes of 64 tokens or rows."""
+    """ckv_map, rope_map, q_nope_map, q_rope_map, 128-byte swizzled boxes of 64 tokens or rows, and
+    k_scale_map."""
     from .driver import tensor_map
 
     encode_tiled = functools.partial(tensor_map.encode_tiled, device_index=arrays.device_index)

@@ -53,9 +53,22 @@ class AppendWorkspace:
 
 _lock = threading.Lock()
 _current: dict[tuple[int, int], AppendWorkspace] = {}
+# Of the per-thread default stream, whose handle is the same in every thread but not the stream.
+_PER_THREAD_STREAM = 2
+_of_thread = threading.local()
 # A captured graph holds the addresses of the workspace it was captured with for as long as it is
 # replayed, and nothing tells us when that ends.
 _captured: list[AppendWorkspace] = []
+
+
+def _workspaces(stream: int) -> dict[tuple[int, int], AppendWorkspace]:
+    """Where the workspace of a stream is kept."""
+    if stream != _PER_THREAD_STREAM:
+        return _current
+    if not hasattr(_of_thread, "current"):
+        _of_thread.current = {}
+    own: dict[tuple[int, int], AppendWorkspace] = _of_thread.current
+    return own
 
 
 def stream_workspace(
@@ -69,7 +82,8 @@ def stream_workspace(
 
     capturing = is_capturing(stream, device_index)
     with _lock:
-        own = _current.get((device_index, stream))
+        known = _workspaces(stream)
+        own = known.get((device_index, stream))
         if own is None or not own.fits(num_slots, num_tokens):
             if capturing:
                 raise CudaError(
@@ -78,7 +92,7 @@ def stream_workspace(
                 )
             slots = max(num_slots, own.num_slots if own else 0)
             tokens = max(1 << (num_tokens - 1).bit_length(), own.num_tokens if own else 0)
-            own = _current[device_index, stream] = AppendWorkspace(device_index, slots, tokens)
+            own = known[device_index, stream] = AppendWorkspace(device_index, slots, tokens)
         if capturing and own not in _captured:
             _captured.append(own)
     return own

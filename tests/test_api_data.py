@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +13,8 @@ import pytest
 from compare import assert_same_bytes
 from poison import poisoned_cache
 
-from snapmla_rt import api, data_launch
+from snapmla_rt import api, data_launch, workspace
+from snapmla_rt.driver import memory
 from snapmla_rt.errors import ArgumentError
 from snapmla_rt.reference.append_kv import append_kv as reference_append
 from snapmla_rt.reference.fetch_dequant import fetch_dequant as reference_fetch
@@ -164,3 +167,27 @@ def test_launch_values_of_strided_queries() -> None:
     odd = np.zeros((3, 577), np.float16)
     assert not data_launch.is_aligned(view(odd, "odd"), 16)
     assert data_launch.is_aligned(view(odd[:1], "odd"), 2)
+
+
+def test_threads_have_their_own_workspace_of_the_per_thread_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its handle, 2, is the same in every thread; the stream is not."""
+
+    class Fake:
+        def __init__(self, device: int, slots: int, tokens: int) -> None:
+            self.num_slots, self.num_tokens = slots, tokens
+
+        def fits(self, slots: int, tokens: int) -> bool:
+            return slots <= self.num_slots and tokens <= self.num_tokens
+
+    monkeypatch.setattr(workspace, "AppendWorkspace", Fake)
+    monkeypatch.setattr(memory, "is_capturing", lambda stream, device: False)
+    for stream, shared in ((2, False), (77, True)):
+        find = functools.partial(workspace.stream_workspace, 0, stream, 64, 5000)
+        own = find()
+        with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+            found = [one.submit(find).result(), other.submit(find).result()]
+        assert find() is own
+        assert (found[0] is own) == shared and (found[0] is found[1]) == shared
+    workspace._current.pop((0, 77))

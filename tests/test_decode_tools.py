@@ -220,14 +220,15 @@ def test_rows_of_a_benchmark_are_kept_as_they_are_measured(
 ) -> None:
     monkeypatch.setattr(bench_data, "machine", lambda index: {"gpu": "none"})
     out = tmp_path / "rows.json"
-    old = [{"kernel": "append_kv", "us": 9}, {"kernel": "other", "us": 8}]
+    old = [{"kernel": "append_kv", "tokens": n, "cache": "cold", "us": 9} for n in (1, 7)]
     out.write_text(json.dumps(old))
     report = bench_data.Report(_Bench(), out)  # type: ignore[arg-type]
     for tokens in (1, 2):
-        report.measure("append_kv", tokens, 8000, lambda i: None)
-        rows = json.loads(out.read_text())
-        assert [row["kernel"] for row in rows] == ["other"] + ["append_kv"] * tokens
-    assert rows[-1]["gbps"] == 4 and rows[-1]["tokens"] == 2
+        report.measure("append_kv", tokens, 8000, lambda i: None, cache="cold")
+        rows = {row["tokens"]: row for row in json.loads(out.read_text())}
+        assert set(rows) == {7, 1, 2} - {tokens + 1}  # the row of another size stays
+        assert rows[7]["us"] == 9 and rows[tokens]["gbps"] == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
 
 
 def test_the_read_yardstick_stays_within_its_pool() -> None:
@@ -240,15 +241,17 @@ def test_the_read_yardstick_stays_within_its_pool() -> None:
 
 def test_counters_are_numbers_with_units() -> None:
     text = """==PROF== Connected
-"ID","Kernel Name","device__name","gpu__time_duration.sum","dram__bytes_read.sum.per_second"
-"","","","ns","byte/s"
-"0","mla_decode","No-CC","1,234.5","7"
+"ID","device__name","gpu__time_duration.sum","dram__bytes_read.sum.per_second","dram__throughput.avg.pct_of_peak_sustained_elapsed"
+"","","ns","byte/s","%"
+"0","No-CC","1,234.5","7","n/a"
 """
     found = counters_decode.read_counters(text)
     assert found == {
         "dram__bytes_read.sum.per_second [byte/s]": 7.0,
         "gpu__time_duration.sum [ns]": 1234.5,
     }
+    with pytest.raises(RuntimeError, match="No kernels were profiled"):
+        counters_decode.read_counters("==WARNING== No kernels were profiled.")
 
 
 def test_pictures(tmp_path: Path) -> None:

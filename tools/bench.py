@@ -229,9 +229,22 @@ def _driver_package() -> str:
     return next((f", {w}" for w in words if w.count(".") == 2 and w[0].isdigit()), "")
 
 
-def update_rows(path: Path, rows: Sequence[dict[str, Any]], kernels: Sequence[str]) -> None:
-    """Replace the rows of `kernels` in the JSON list at `path`."""
+def update_rows(
+    path: Path, rows: Sequence[dict[str, Any]], identity: Sequence[str] = ("kernel",)
+) -> None:
+    """Put rows into the JSON list at `path`, in place of those with the same `identity` fields."""
+
+    def named(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row.get(name) for name in identity)
+
     old = json.loads(path.read_text()) if path.is_file() else []
-    kept = [row for row in old if row["kernel"] not in kernels]
+    new = {named(row) for row in rows}
+    write_json(path, [*(row for row in old if named(row) not in new), *rows])
+
+
+def write_json(path: Path, result: Any) -> None:
+    """Write a result file at once: a run that is stopped leaves the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([*kept, *rows], indent=1) + "\n")
+    unfinished = path.with_name(path.name + ".new")
+    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished.replace(path)

@@ -154,6 +154,10 @@ def quantize_job(bench: Bench, batch: int, heads: int, *, cold: bool = True) -> 
     return Job(nbytes, copies, enqueue, out[0])
 
 
+# What tells one row of the result file from another.
+IDENTITY = ("kernel", "tokens", "heads", "layout", "cache", "form", "out")
+
+
 class Report:
     """Rows of a benchmark: prints each and puts it into the result file, if there is one."""
 
@@ -202,7 +206,7 @@ class Report:
             facts["of_same_size_copy"] = row["share_of_same_size_copy"]
         self.rows.append(row)
         if self.out is not None:
-            update_rows(self.out, self.rows, [row["kernel"] for row in self.rows])
+            update_rows(self.out, self.rows, IDENTITY)
         notes = ", ".join(f"{k}={v}" for k, v in facts.items())
         print(
             f"{kernel:<22} {tokens:>7} tokens {timing.us:8.2f} us ({timing.low:.2f} to "

@@ -14,7 +14,6 @@ import argparse
 import csv
 import glob
 import io
-import json
 import os
 import re
 import shutil
@@ -41,6 +40,8 @@ METRICS = (
     r"sm__inst_executed_pipe_(alu|fma|xu|lsu|uniform|tensor_op_gmma)\.avg\.pct_of_peak_sustained_active",
 )
 
+NUMBER = re.compile(r"[-+]?[0-9.]+([eE][-+]?[0-9]+)?")
+
 
 def find_ncu() -> str | None:
     """Path of Nsight Compute's command line, or None."""
@@ -66,12 +67,16 @@ def child(heads: int) -> int:
 def read_counters(text: str) -> dict[str, float]:
     """Metric names, with their units, and values of ncu's raw CSV page: names, units, values."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
-    names, units, values = list(csv.reader(io.StringIO("\n".join(lines))))[:3]
+    table = list(csv.reader(io.StringIO("\n".join(lines))))
+    if len(table) < 3:
+        raise RuntimeError(f"ncu gave no counters: {text[-2000:]}")
+    names, units, values = table[:3]
     found = {}
     for name, unit, value in zip(names, units, values, strict=True):
+        # ncu adds much of its own, such as the device's properties, and writes n/a for a counter
+        # that this GPU does not have.
         number = value.replace(",", "")
-        # ncu adds much of its own, such as the device's properties.
-        if any(re.fullmatch(metric, name) for metric in METRICS):
+        if any(re.fullmatch(metric, name) for metric in METRICS) and NUMBER.fullmatch(number):
             found[f"{name} [{unit}]"] = float(number)
     return dict(sorted(found.items()))
 
@@ -106,12 +111,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"h = {heads}")
         for name, value in counters.items():
             print(f"  {name:<86} {value:>16,.2f}")
-    if args.out is not None:
-        from bench import machine
+        if args.out is not None:
+            from bench import machine, write_json
 
-        result = {"method": "ncu --clock-control none", **machine(0), "rows": rows}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+            write_json(args.out, {"method": "ncu --clock-control none", **machine(0), "rows": rows})
     return 0
 
 

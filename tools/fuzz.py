@@ -180,7 +180,7 @@ def write_rows(path: Path, results: Sequence[Result], device_index: int) -> None
         }
         for r in results
     ]
-    update_rows(path, rows, [r.kernel for r in results])
+    update_rows(path, rows)
 
 
 def _parser() -> argparse.ArgumentParser:

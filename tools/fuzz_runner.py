@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +22,19 @@ class Runner(Protocol):
     """Computes the outputs of a case under the names of `case.expected`."""
 
     def run(self, case: Case) -> Outputs: ...
+
+
+@contextmanager
+def fewer_ctas(count: int) -> Iterator[None]:
+    """Launches meanwhile as if the GPU held only so many CTAs of any kernel at once."""
+    from snapmla_rt import data_launch
+
+    own = data_launch.ctas_at_once
+    data_launch.ctas_at_once = lambda *_: count  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        data_launch.ctas_at_once = own
 
 
 class GpuRunner:
@@ -86,7 +101,9 @@ class GpuRunner:
             "append_kv": self._append_kv,
             "fetch_dequant": self._fetch_dequant,
         }[case.kernel]
-        views = step(case)
+        few = case.options.get("ctas_at_once")
+        with fewer_ctas(few) if few else nullcontext():
+            views = step(case)
         return {name: self.fetch(v, case.expected[name]) for name, v in views.items()}
 
     def _quantize_q(self, case: Case) -> dict[str, TensorView]:

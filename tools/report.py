@@ -412,8 +412,9 @@ def report(measured: dict[str, Any]) -> str:
         *drift_section(measured["drift"]),
         "mla_decode stands beside these with its P rounded and its own scales; what is left is the "
         "rounding noise of P and V that all heads share, and does not grow with the context "
-        "(tools/accuracy.py). Through the decode's own scales, with Q, K and RoPE drawn as well, the "
-        "model in place loses 6.2 % at 8,192 tokens and 22 % at 32,768 (decode_accuracy_h200.json).",
+        "(tools/accuracy.py). Through the decode's own scales, with Q, K and RoPE drawn as well, "
+        "the model in place loses 6.2 % at 8,192 tokens and 22 % at 32,768 "
+        "(decode_accuracy_h200.json).",
     ]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -298,7 +298,10 @@ __device__ __forceinline__ void append_claimed(const AppendKvParams& p) {
     const auto hear = [&] {
       const bool listed = list_if_shared<kWide>(p, token, answer);
       answer = kNotLooked;  // from here on: what the counting thread finds in claimed_counter
-      if (__any_sync(kAllLanes, listed)) __threadfence();
+      if (__any_sync(kAllLanes, listed)) {
+        __syncwarp();  // a vote orders nothing in memory
+        __threadfence();
+      }
       if (threadIdx.x % kWarpSize == 0) red_relaxed_shared_add(&s_heard, 1);
     };
     const auto after_row = [&](u32 i, u32 left) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
 from fuzz import fuzz, serial_cases
 from fuzz_cases import FILLER, KERNELS, cache_planes, make_case
-from fuzz_runner import GpuRunner, describe, differing_bytes
+from fuzz_runner import GpuRunner, describe, differing_bytes, fewer_ctas
 
 from snapmla_rt import api, data_kernels, data_launch
 from snapmla_rt.array import DeviceArray, to_device, to_host
@@ -299,6 +300,82 @@ def test_duplicates_far_apart(dtype: Any, gap: str) -> None:
         api.append_kv(*split(device), *cache.planes, where)
     reference_append(*host_split(tokens), *cache.host, slots)
     cache.check()
+
+
+@pytest.fixture
+def few_ctas() -> Iterator[None]:
+    """32 CTAs instead of hundreds: of a few thousand tokens each warp then has many, as it has of
+    the longest appends otherwise, where CTAs learn in time whether slots are shared."""
+    with fewer_ctas(32):
+        yield
+
+
+def mapping(kind: str, n: int, rng: np.random.Generator) -> np.ndarray:
+    """n slots: a permutation; one slot twice; many slots several times; most tokens skipped."""
+    slots = rng.permutation(n)
+    if kind == "one pair":
+        first, second = rng.choice(n, 2, replace=False)
+        slots[first] = slots[second]
+    elif kind == "many":
+        slots = rng.integers(-2, n // 3, n)
+    elif kind == "skipped":
+        slots[rng.random(n) < 0.9] = -1
+    return slots
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+@pytest.mark.parametrize("n", [2049, 3000, 8192])  # 8, 12 and 32 tokens a warp
+def test_lists_and_early_ends_take_turns(few_ctas: None, n: int, dtype: Any) -> None:
+    """Launches with shared slots between launches without, where CTAs end early, over one
+    workspace: what one leaves is right for the next."""
+    pool = rows(n, 576, dtype=dtype)
+    device, cache, rng = on_gpu(pool), GpuCache(-(-n // 64)), np.random.default_rng(n)
+    kinds = ("permutation", "one pair", "permutation", "permutation", "many", "skipped", "many")
+    for kind in kinds * 3:
+        slots = mapping(kind, n, rng)
+        api.append_kv(*split(device), *cache.planes, on_gpu(slots))
+        reference_append(*host_split(pool), *cache.host, slots)
+        cache.check()
+
+
+def test_early_ends_in_a_graph_and_a_chain(few_ctas: None) -> None:
+    """Replays of one captured launch over a mapping that changes in place, and launches that start
+    before their predecessors have ended."""
+    n, rng, stream = 4096, np.random.default_rng(1), Stream(0)
+    pool = rows(n, 576)
+    cache, tokens, where = GpuCache(n // 64), on_gpu(pool), on_gpu(rng.permutation(n))
+    options: dict[str, Any] = {"stream": stream, "checked": False, "pdl": True}
+
+    def step() -> None:
+        for _ in range(3):
+            api.append_kv(*split(tokens), *cache.planes, where, **options)
+
+    step()
+    stream.synchronize()
+    graph = Graph(0)
+    with graph.capture(stream.handle):
+        step()
+    for kind in ("permutation", "many", "permutation", "one pair", "skipped", "one pair") * 3:
+        slots = mapping(kind, n, rng)
+        replace(where, slots)
+        graph.launch(stream.handle)
+        step()
+        stream.synchronize()
+        reference_append(*host_split(pool), *cache.host, slots)
+        cache.check()
+
+
+def test_an_append_of_full_size_with_shared_slots() -> None:
+    """65,536 tokens with all CTAs of the GPU: a list, no list, a list."""
+    n, rng = 65536, np.random.default_rng(2)
+    pool = rows(509, 576)
+    tokens = np.ascontiguousarray(pool[rng.integers(0, 509, n)])
+    device, cache = on_gpu(tokens), GpuCache(n // 64)
+    for kind in ("one pair", "permutation", "many", "one pair", "permutation"):
+        slots = mapping(kind, n, rng)
+        api.append_kv(*split(device), *cache.planes, on_gpu(slots))
+        reference_append(*host_split(tokens), *cache.host, slots)
+        cache.check()
 
 
 @pytest.mark.parametrize("n", [APPEND_SCAN_MAX + 1, 9001])
