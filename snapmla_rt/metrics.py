@@ -61,7 +61,9 @@ def _cosine_difference(got: np.ndarray, want: np.ndarray) -> float:
     if both == 0.0:
         return 0.0 if np.array_equal(got, want) else 1.0
     with np.errstate(invalid="ignore"):
-        return 1.0 - float(np.vdot(got, want) / both)
+        difference = 1.0 - float(np.vdot(got, want) / both)
+    # The rounding of sums may put a cosine just above 1. Not max(): it would turn a NaN into 0.
+    return 0.0 if difference < 0.0 else difference
 
 
 def _argmax(x: np.ndarray) -> tuple[int, ...]:

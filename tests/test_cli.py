@@ -390,3 +390,15 @@ def test_bfloat16_is_the_public_output_type() -> None:
     layer = paper_distribution(3, 1, 1)
     (result,) = decode_run([layer], DecodeOptions(backend="reference")).layers
     assert result.out.dtype == np.dtype(ml_dtypes.bfloat16) and result.lse.dtype == np.float32
+
+
+def test_one_minus_cosine_is_never_negative_and_keeps_nan() -> None:
+    """Equal vectors whose cosine rounds to just above 1."""
+    differences = []
+    for seed in range(50):
+        x = np.random.default_rng(seed).standard_normal(1000)
+        differences.append(error_summary(x, x, np.zeros(1), np.zeros(1)).cosine_difference)
+        assert differences[-1] < 1e-14
+    assert min(differences) == 0.0
+    x = np.array([1.0, np.nan])
+    assert np.isnan(error_summary(x, np.ones(2), np.zeros(1), np.zeros(1)).cosine_difference)
