@@ -17,12 +17,13 @@ taken as uint16 bits, or as the two-byte void type that `np.savez` makes of an m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import re
 import struct
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,9 @@ _SAFETENSORS_DTYPES = {
 }
 _MAX_HEADER_BYTES = 100_000_000  # the limit that the format's own library has
 _CHECK_ELEMENTS = 1 << 22  # elements tested for NaN at once
+_SHOWN_NAMES = 12  # arrays of a file that a message lists
+_ZIP_STARTS = (b"PK\x03\x04", b"PK\x05\x06")  # a zip archive; one without a member
+_NPY_START = b"\x93NUMPY"
 
 
 @dataclass(frozen=True)
@@ -103,21 +107,40 @@ def read_capture(path: str | Path) -> list[LayerCapture]:
     not of its kind, for missing arrays, wrong shapes or dtypes, and for NaN or infinite values.
     """
     path = Path(path)
-    if not path.is_file():
-        got = "a directory" if path.is_dir() else "no such file"
+    got = _no_file(path)
+    if got is not None:
         raise ArgumentError(str(path), "a readable .safetensors or .npz file", got)
-    readers = {".safetensors": read_safetensors, ".npz": _read_npz}
+    readers = {".safetensors": _read_safetensors, ".npz": _read_npz}
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise ArgumentError(str(path), "a name ending in .safetensors or .npz", repr(path.suffix))
     try:
-        return layers_of(reader(path), str(path))
+        arrays, others = reader(path)
+        return layers_of(arrays, str(path), others)
     except OSError as error:
         raise ArgumentError(str(path), "a readable file", error.strerror or error) from error
 
 
+def _no_file(path: Path) -> str | None:
+    """What `path` is instead of a file, or why that cannot be told; None for a file."""
+    try:
+        os.stat(path)  # Path.is_file() raises for some reasons and hides others
+    except (FileNotFoundError, NotADirectoryError):
+        return "no such file"
+    except OSError as error:
+        return error.strerror or str(error)
+    if path.is_dir():
+        return "a directory"
+    return None if path.is_file() else "something that is no file"
+
+
 def read_safetensors(path: Path) -> dict[str, NDArray[Any]]:
     """Name -> array of every floating-point tensor of a safetensors file, mapped read-only."""
+    return _read_safetensors(path)[0]
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, NDArray[Any]], list[str]]:
+    """The floating-point tensors, and the names of the others."""
     size = path.stat().st_size
     if size < 8:
         raise ArgumentError(str(path), "a safetensors file", f"{size} bytes")
@@ -134,8 +157,9 @@ def read_safetensors(path: Path) -> dict[str, NDArray[Any]]:
         raise ArgumentError(str(path), "a JSON object as header", type(header).__name__)
     body = data[8 + header_bytes :]
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    arrays = {name: _tensor(str(path), name, entry, body) for name, entry in entries.items()}
-    return {name: array for name, array in arrays.items() if array is not None}
+    tensors = {name: _tensor(str(path), name, entry, body) for name, entry in entries.items()}
+    arrays = {name: array for name, array in tensors.items() if array is not None}
+    return arrays, [name for name in tensors if name not in arrays]
 
 
 def _tensor(path: str, name: str, entry: Any, body: NDArray[np.uint8]) -> NDArray[Any] | None:
@@ -160,24 +184,46 @@ def _tensor(path: str, name: str, entry: Any, body: NDArray[np.uint8]) -> NDArra
     return body[begin:end].view(dtype).reshape(shape)
 
 
-def _read_npz(path: Path) -> dict[str, NDArray[Any]]:
-    try:
+def _read_npz(path: Path) -> tuple[dict[str, NDArray[Any]], list[str]]:
+    """The arrays that a capture has, and the names of the others, which are not loaded."""
+    _check_is_zip(path)
+    with _refusing_damage(str(path), "a .npz archive", "a damaged zip archive"):
         archive = np.load(path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ArgumentError(str(path), "a .npz archive", "a single .npy array")
-        with archive:
-            names = [name for name in archive.files if name.rpartition(".")[2] in FIELDS]
-            if not names:
-                return {name: np.empty(0) for name in archive.files}  # named in the message
-            return {name: _npz_array(archive[name]) for name in names}
-    except (ValueError, EOFError, zipfile.BadZipFile, zipfile.LargeZipFile, KeyError) as error:
-        if isinstance(error, ArgumentError):
-            raise
-        got = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ArgumentError(str(path), "a .npz archive of plain arrays", got) from error
+    with archive:
+        names = [name for name in archive.files if name.rpartition(".")[2] in FIELDS]
+        arrays = {name: _npz_array(f"{path}: {name}", archive, name) for name in names}
+        return arrays, [name for name in archive.files if name not in arrays]
 
 
-def _npz_array(array: NDArray[Any]) -> NDArray[Any]:
+def _check_is_zip(path: Path) -> None:
+    """Asked before NumPy is: it takes all that is neither zip nor .npy for a pickle."""
+    with open(path, "rb") as file:
+        start = file.read(len(_NPY_START))
+    if start.startswith(_ZIP_STARTS):
+        return
+    got = f"another kind of file, which begins with {start!r}" if start else "an empty file"
+    if start == _NPY_START:
+        got = "a single .npy array"
+    raise ArgumentError(str(path), "a .npz archive", got)
+
+
+@contextlib.contextmanager
+def _refusing_damage(where: str, expected: str, got: str) -> Iterator[None]:
+    """Turn what the block raises into ArgumentError. zipfile, zlib and NumPy have an error each
+    for a damaged file, and words that are about pickles or about the inside of the file."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise ArgumentError(where, expected, f"{got} ({type(error).__name__})") from error
+
+
+def _npz_array(where: str, archive: Any, name: str) -> NDArray[Any]:
+    with _refusing_damage(where, "one of plain arrays", "damaged data or Python objects"):
+        array = archive[name]
+    if not isinstance(array, np.ndarray):  # NumPy gives a member that is no .npy as its bytes
+        raise ArgumentError(where, "a .npy array", "a member of another kind")
     if array.dtype == np.uint16 or array.dtype == np.dtype("V2"):
         return array.view(BFLOAT16)
     return array
@@ -186,13 +232,34 @@ def _npz_array(array: NDArray[Any]) -> NDArray[Any]:
 # --- checking -------------------------------------------------------------------------------------
 
 
-def layers_of(arrays: Mapping[str, NDArray[Any]], source: str = "capture") -> list[LayerCapture]:
-    """The checked layers among named arrays; see the module for names, shapes and dtypes."""
-    names = {name.rpartition(".")[0] for name in arrays if name.rpartition(".")[2] == "q"}
-    if not names:
-        shown = ", ".join(sorted(arrays)[:6]) or "no arrays"
-        raise ArgumentError(source, "arrays q, kv_c, k_pe and softmax_scale", shown)
-    return [_layer(name, arrays, source) for name in sorted(names, key=_natural_order)]
+def layers_of(
+    arrays: Mapping[str, NDArray[Any]], source: str = "", others: Iterable[str] = ()
+) -> list[LayerCapture]:
+    """The checked layers among named arrays; see the module for names, shapes and dtypes.
+
+    source: the file that errors name; others: arrays of it that are not among `arrays`, listed
+    where a name is missing.
+    """
+    everything = [*arrays, *others]
+    if not any(name.rpartition(".")[2] == "q" for name in everything):
+        expected = "arrays q, kv_c, k_pe and softmax_scale"
+        raise ArgumentError(source or "capture", expected, _listed(everything))
+    # Any of a layer's arrays makes it one: that its q is missing must not drop it without a word.
+    parts = [name.rpartition(".") for name in arrays]
+    names = {layer for layer, _, field in parts if field in ("q", "kv_c", "k_pe")}
+    ordered = sorted(names, key=_natural_order)
+    return [_layer(name, arrays, source, everything) for name in ordered]
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = len(ordered) - _SHOWN_NAMES
+    shown = ", ".join(ordered[:_SHOWN_NAMES]) or "no arrays"
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _where(source: str, name: str) -> str:
+    return f"{source}: {name}" if source else name
 
 
 def _natural_order(name: str) -> list[tuple[int, int, str]]:
@@ -201,7 +268,9 @@ def _natural_order(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 
 
-def _layer(name: str, arrays: Mapping[str, NDArray[Any]], source: str) -> LayerCapture:
+def _layer(
+    name: str, arrays: Mapping[str, NDArray[Any]], source: str, everything: list[str]
+) -> LayerCapture:
     prefix = f"{name}." if name else ""
     found: dict[str, NDArray[Any]] = {}
     for field in FIELDS:
@@ -209,22 +278,23 @@ def _layer(name: str, arrays: Mapping[str, NDArray[Any]], source: str) -> LayerC
         if key not in arrays and field == "softmax_scale":
             key = field
         if key not in arrays:
-            near = ", ".join(sorted(n for n in arrays if n.startswith(prefix))[:6])
-            raise ArgumentError(f"{source}: {prefix}{field}", "an array of this name", near)
+            near = _listed(n for n in everything if n.startswith(prefix))
+            raise ArgumentError(_where(source, prefix + field), "an array of this name", near)
         found[field] = arrays[key]
     layer = LayerCapture(
         name,
         found["q"],
         found["kv_c"],
         found["k_pe"],
-        _softmax_scale(prefix + "softmax_scale", found["softmax_scale"]),
+        _softmax_scale(_where(source, prefix + "softmax_scale"), found["softmax_scale"]),
     )
-    check_layer(layer)
+    check_layer(layer, source)
     return layer
 
 
 def _softmax_scale(name: str, array: NDArray[Any]) -> float:
-    if array.size != 1 or array.dtype.kind not in "fiuV":
+    number = array.dtype.kind in "fiu" or array.dtype == BFLOAT16  # whose kind is that of void
+    if array.size != 1 or not number:
         raise ArgumentError(name, "one positive number", f"{array.dtype} {list(array.shape)}")
     value = float(array.reshape(-1)[0])
     if not 0.0 < value < math.inf:
@@ -232,9 +302,12 @@ def _softmax_scale(name: str, array: NDArray[Any]) -> float:
     return value
 
 
-def check_layer(layer: LayerCapture) -> None:
-    """Raise ArgumentError unless shapes, dtypes and values are what a capture holds."""
-    prefix = f"{layer.name}." if layer.name else ""
+def check_layer(layer: LayerCapture, source: str = "") -> None:
+    """Raise ArgumentError unless shapes, dtypes and values are what a capture holds.
+
+    source: the file that errors name before the array.
+    """
+    prefix = _where(source, f"{layer.name}." if layer.name else "")
     arrays = {"q": layer.q, "kv_c": layer.kv_c, "k_pe": layer.k_pe}
     for field, array in arrays.items():
         if array.dtype not in _INPUT_DTYPES:

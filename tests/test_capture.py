@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,11 @@ REFUSED = {
     "scale 0": (_with(softmax_scale=np.float32(0)), "softmax_scale: expected a positive.*got 0.0"),
     "scale NaN": (_with(softmax_scale=np.float32(np.nan)), "softmax_scale: .*got nan"),
     "two scales": (_with(softmax_scale=np.ones(2)), "softmax_scale: expected one positive number"),
+    "void scale": (_with(softmax_scale=np.zeros(1, "V7")), "softmax_scale: expected one positive"),
+    "a layer without q": (
+        {f"layers.{i}.{k}": v for i in (0, 1) for k, v in small_arrays().items() if i or k != "q"},
+        r"layers\.0\.q: expected an array of this name, got layers\.0\.k_pe, layers\.0\.kv_c",
+    ),
     "text scale": (_with(softmax_scale=np.array("x")), "softmax_scale: expected one positive"),
 }
 
@@ -172,6 +178,54 @@ def test_the_layer_is_part_of_the_name() -> None:
     arrays = {f"layers.7.{k}": v for k, v in _poked("k_pe", (0, 0), np.nan).items()}
     with pytest.raises(ArgumentError, match=r"^layers\.7\.k_pe: "):
         layers_of(arrays)
+
+
+def test_a_misspelt_array_is_listed_among_those_found(tmp_path: Path) -> None:
+    """Whatever its dtype, and none of the file's other arrays is left out."""
+    arrays = small_arrays(np.float32)
+    arrays["Q"] = arrays.pop("q")
+    np.savez(tmp_path / "a.npz", **arrays)  # type: ignore[arg-type]
+    (tmp_path / "a.safetensors").write_bytes(library_safetensors(arrays, None))
+    bits = {**arrays, "Q": arrays["Q"].astype(np.int64)}
+    (tmp_path / "b.safetensors").write_bytes(library_safetensors(bits, None))
+    for name in ("a.npz", "a.safetensors", "b.safetensors"):
+        with pytest.raises(ArgumentError, match=r"got Q, k_pe, kv_c, softmax_scale$") as caught:
+            read_capture(tmp_path / name)
+        assert name in str(caught.value)
+    arrays["q"] = arrays.pop("Q")
+    arrays["kvc"] = arrays.pop("kv_c")
+    np.savez(tmp_path / "a.npz", **arrays)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"a\.npz: kv_c: .*got k_pe, kvc, q, softmax_scale$"):
+        read_capture(tmp_path / "a.npz")
+    many = {f"layers.{i}.Q": np.zeros(1, np.float32) for i in range(40)}
+    with pytest.raises(ArgumentError, match=r"got layers\.0\.Q, .* and 28 more$"):
+        layers_of(many)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"just text", bytes(64), b"\x80\x04K\x01.", b"PK\x03\x04 no"]
+)
+def test_garbage_is_called_no_npz_without_numpys_words(tmp_path: Path, content: bytes) -> None:
+    """NumPy takes it for a pickle and speaks of loading that unsafely."""
+    path = tmp_path / "a.npz"
+    path.write_bytes(content)
+    with pytest.raises(ArgumentError, match=r"a\.npz: expected a \.npz archive, got ") as caught:
+        read_capture(path)
+    text = str(caught.value)
+    assert not any(word in text for word in ("pickle", "unsafe", "trust", "No data left"))
+
+
+def test_members_of_an_npz_that_are_no_arrays(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", **small_arrays(np.float32))  # type: ignore[arg-type]
+    with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive:
+        archive.writestr("layers.1.q", b"bytes that are no array")
+    with pytest.raises(ArgumentError, match=r"a\.npz: layers\.1\.q: expected a \.npy array"):
+        read_capture(tmp_path / "a.npz")
+    objects = {**small_arrays(np.float32), "q": np.array([{}], object)}
+    np.savez(tmp_path / "a.npz", **objects)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"a\.npz: q: expected .*plain arrays") as caught:
+        read_capture(tmp_path / "a.npz")
+    assert "allow_pickle" not in str(caught.value)
 
 
 def test_files_that_are_not_what_they_say(tmp_path: Path) -> None:
@@ -255,6 +309,26 @@ def test_damaged_headers_never_escape_as_another_error(
     except ArgumentError:
         return
     assert all(np.isfinite(layer.kv_c.astype(np.float32)).all() for layer in layers)
+
+
+@given(flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), max_size=6))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+def test_damaged_archives_never_escape_as_another_error(
+    tmp_path: Path, flips: list[tuple[int, int]]
+) -> None:
+    """Compressed, so that zlib has its say, too."""
+    path = tmp_path / "damaged.npz"
+    if not (tmp_path / "good.npz").exists():
+        arrays = small_arrays(np.float32, tokens=2, steps=1)
+        np.savez_compressed(tmp_path / "good.npz", **arrays)  # type: ignore[arg-type]
+    data = bytearray((tmp_path / "good.npz").read_bytes())
+    for position, bits in flips:
+        data[position % len(data)] ^= bits
+    path.write_bytes(bytes(data))
+    try:
+        read_capture(path)
+    except ArgumentError as error:
+        assert "damaged.npz" in str(error)
 
 
 # --- the made-up distribution ---------------------------------------------------------------------
