@@ -16,7 +16,7 @@ import weakref
 from typing import Any
 
 from ..driver.pci import has_hopper
-from ..errors import ArgumentError, CompileError, SnapMLAError
+from ..errors import CompileError, SnapMLAError
 from .compiler import (
     CompiledKernel,
     compile_unit,
@@ -26,30 +26,16 @@ from .compiler import (
     nvrtc_identity,
 )
 from .disk_cache import DiskCache, make_key
+from .mode import JIT_VARIABLE, jit_mode
 from .spec import KernelSpec, KernelTable, Variant
 
-JIT_VARIABLE = "SNAPMLA_JIT"
 DEBUG_VARIABLE = "SNAPMLA_DEBUG"
-JIT_MODES = ("import", "lazy", "off")
 # Between two kernels the background thread leaves the lock alone for this long: Python's locks are
 # not fair, and a first call must not wait for the whole table.
 _YIELD_S = 0.001
 
 _compile_lock = threading.RLock()
 _loaders: weakref.WeakSet[KernelLoader] = weakref.WeakSet()
-
-
-def jit_mode() -> str:
-    """`$SNAPMLA_JIT`, read at every use. Raises ArgumentError for an unknown value.
-
-    "import" (default): importing the package on a Hopper machine starts compiling in the
-    background. "lazy": each kernel is compiled at its first use. "off": nothing is compiled here,
-    kernels come from a cache filled by `snapmla precompile`.
-    """
-    mode = os.environ.get(JIT_VARIABLE) or "import"
-    if mode not in JIT_MODES:
-        raise ArgumentError(JIT_VARIABLE, f"one of {JIT_MODES}", repr(mode))
-    return mode
 
 
 def _debug() -> bool:
@@ -108,11 +94,13 @@ class KernelLoader:
     def compiled(self, name: str, variant: str = "") -> CompiledKernel:
         """The compiled variant. Needs no driver.
 
-        Raises ArgumentError for unknown names, CompileError, UnsupportedDeviceError.
+        Raises ArgumentError for unknown names and an unknown `$SNAPMLA_JIT` (whether or not the
+        disk cache has the kernel), CompileError, UnsupportedDeviceError.
         """
         found = self._compiled.get((name, variant))
         if found is not None:
             return found
+        jit_mode()
         spec = self.table[name]
         chosen = spec.variant(variant)
         with _compile_lock:
@@ -140,6 +128,7 @@ class KernelLoader:
         from ..driver.device import device_context, relaxed_capture, require_hopper
         from ..driver.launch import Kernel, get_kernel, load_library
 
+        jit_mode()  # a mistake in the environment is said before what the machine lacks
         require_hopper(device_index)
         compiled = self.compiled(name, variant)
         spec = self.table[name]

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..arguments import OneLineParser, integer
 from ..errors import ArgumentError, CompileError, SnapMLAError, UnsupportedDeviceError
 from .compiler import (
     CompiledKernel,
@@ -29,6 +30,7 @@ from .compiler import (
     make_unit,
     nvrtc_identity,
 )
+from .mode import JIT_VARIABLE, jit_mode
 from .spec import KernelSpec, KernelTable, Variant
 
 DEFAULT_TABLE = "snapmla_rt.kernels:TABLE"
@@ -51,10 +53,24 @@ class Row:
 def load_table(path: str) -> KernelTable:
     """The KernelTable at `module:attribute`."""
     module, _, attribute = path.partition(":")
-    table = getattr(importlib.import_module(module), attribute or "TABLE")
+    expected = "a KernelTable at module:attribute"
+    try:
+        table = getattr(importlib.import_module(module), attribute or "TABLE")
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ArgumentError("table", expected, f"{path!r} ({error})") from error
     if not isinstance(table, KernelTable):
-        raise ArgumentError("table", "a KernelTable at module:attribute", repr(path))
+        raise ArgumentError("table", expected, repr(path))
     return table
+
+
+def _chosen(args: argparse.Namespace) -> list[tuple[KernelSpec, Variant]]:
+    """What to compile. Raises ArgumentError, with the names there are, for an unknown one."""
+    table = load_table(args.table)
+    if args.variant is None:
+        return table.jobs(args.kernel, on_demand=args.all)
+    if not args.kernel:
+        raise ArgumentError("--variant", "--kernel beside it", f"--variant {args.variant} alone")
+    return [(spec, spec.variant(args.variant)) for spec in map(table.__getitem__, args.kernel)]
 
 
 def _compile_one(
@@ -95,7 +111,7 @@ def _run_child(args: argparse.Namespace, spec: KernelSpec, variant: Variant) -> 
     command += ["--log"] if args.log else []
     # The child must not start a background compilation of its own.
     paths = [_ROOT, *(path for path in sys.path if path)]
-    env = dict(os.environ, SNAPMLA_JIT="lazy", PYTHONPATH=os.pathsep.join(paths))
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(paths), **{JIT_VARIABLE: "lazy"})
     name, start = label(spec, variant), time.perf_counter()
     try:
         done = subprocess.run(
@@ -136,7 +152,7 @@ def _child_seconds() -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="snapmla precompile",
         description="Compile every kernel for sm_90a and fill the disk cache (no GPU needed).",
     )
@@ -144,7 +160,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernel", action="append", default=[], help="only this kernel")
     parser.add_argument("--all", action="store_true", help="also variants for debugging")
     parser.add_argument("--cache-dir", default="", help="default: SNAPMLA_CACHE_DIR or XDG")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="child processes")
+    jobs = os.cpu_count() or 1
+    parser.add_argument("--jobs", type=integer(1), default=jobs, help="child processes")
     parser.add_argument("--log", action="store_true", help="print the compiler's log")
     parser.add_argument("--table", default=DEFAULT_TABLE, help=argparse.SUPPRESS)
     parser.add_argument("--variant", default=None, help="only this variant of --kernel")
@@ -158,21 +175,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.child:
         return _child(args)
     try:
-        table = load_table(args.table)
-        jobs = table.jobs(args.kernel, on_demand=args.all or args.variant is not None)
+        jit_mode()  # of no use to the children, but what is filled here would be of none later
+        jobs = _chosen(args)
+        if not jobs:
+            raise ArgumentError("--kernel", "one with variants for use, or --all", args.kernel)
         identity = nvrtc_identity()
     except (ArgumentError, CompileError, UnsupportedDeviceError) as error:
-        print(f"precompile: {error}", file=sys.stderr)
+        print(f"snapmla precompile: error: {error}", file=sys.stderr)
         return 2
-    if args.variant is not None:
-        jobs = [(spec, variant) for spec, variant in jobs if variant.name == args.variant]
-    if not jobs:
-        print("precompile: no kernel to compile", file=sys.stderr)
-        return 2
+    return _compile_all(args, jobs, identity)
+
+
+def _compile_all(
+    args: argparse.Namespace, jobs: list[tuple[KernelSpec, Variant]], identity: str
+) -> int:
+    """Compile and print a row each; 1 if any failed."""
     print(f"NVRTC {identity}, {len(jobs)} to compile")
     print(f"{'kernel':<40} {'regs':>5} {'spills':>6} {'smem':>6} {'cubin':>8} {'seconds':>7}")
     start, failed, before = time.perf_counter(), 0, _child_seconds()
-    with ThreadPoolExecutor(max(1, args.jobs)) as pool:
+    with ThreadPoolExecutor(args.jobs) as pool:
         for row in pool.map(lambda job: _run_child(args, *job), jobs):
             _print_row(row)
             failed += bool(row.error)

@@ -395,7 +395,48 @@ def test_check_writes_nothing_and_fails_on_trouble(
     assert "limit 2" in capsys.readouterr().out
     assert on_path("--check", "--table", "probe_table:TABLE", "--kernel", "nothing") == 2
     assert on_path("--check", "--table", "probe_table:row") == 2
+    assert on_path("--check", "--table", "probe_table:nothing") == 2
+    assert on_path("--check", "--table", "no_such_module:TABLE") == 2
     assert not home.exists()
+
+
+MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
+    "no jobs": (("--jobs", "0"), "--jobs: expected an integer >= 1, got '0'"),
+    "jobs no number": (("--jobs", "many"), "--jobs: expected an integer >= 1, got 'many'"),
+    "no kernel": (("--variant", "a"), "--variant: expected --kernel beside it, got --variant a"),
+    "kernel": (("--kernel", "x"), "kernel: expected one of ['probe', 'other'], got 'x'"),
+    "variant": (
+        ("--kernel", "probe", "--variant", "x"),
+        "variant of probe: expected one of ['a', 'b'], got 'x'",
+    ),
+    "option": (("--frobnicate",), "unrecognized arguments: --frobnicate"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_of_precompile_is_one_line_and_exit_code_2(
+    folder: Path, on_path: Callable[..., int], capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    arguments, message = MISTAKES[case]
+    try:
+        code: object = on_path("--check", "--table", "probe_table:TABLE", *arguments)
+    except SystemExit as stop:  # argparse's own
+        code = stop.code
+    captured = capsys.readouterr()
+    assert code == 2 and captured.out == "" and captured.err.count("\n") == 1, captured
+    assert captured.err.startswith("snapmla precompile: error: ") and message in captured.err
+
+
+def test_precompile_refuses_an_unknown_mode(
+    folder: Path,
+    on_path: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SNAPMLA_JIT", "foo")
+    assert on_path("--check", "--table", "probe_table:TABLE") == 2
+    err = capsys.readouterr().err
+    assert "SNAPMLA_JIT: expected one of" in err and err.count("\n") == 1
 
 
 def test_a_compiler_crash_is_one_failed_row(
@@ -462,14 +503,17 @@ def test_import_costs_little_more_than_numpy(folder: Path) -> None:
     assert seconds("import numpy, snapmla_rt") - seconds("import numpy") < 0.25
 
 
-def test_unknown_mode_is_an_error_at_import(folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import snapmla_rt"],
-        env={**environment(folder), "SNAPMLA_JIT": "maybe"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode != 0 and "SNAPMLA_JIT: expected one of" in done.stderr
+def test_unknown_mode_is_an_error_at_the_first_use_of_a_kernel(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the machine is asked, and also where the disk cache has the kernel."""
+    cache = DiskCache(folder / "cache")
+    KernelLoader(table(folder), cache).compiled("probe", "a")
+    monkeypatch.setenv("SNAPMLA_JIT", "maybe")
+    source = KernelLoader(table(folder), cache)
+    for use in (source.compiled, source.kernel):
+        with pytest.raises(ArgumentError, match=r"SNAPMLA_JIT: expected one of .*got 'maybe'"):
+            use("probe", "a")
 
 
 def test_doctor_reports_without_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
