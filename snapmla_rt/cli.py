@@ -9,32 +9,29 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from . import __version__
+from .arguments import OneLineParser, integer
 from .audit.command import add_command as add_audit
 from .backend import BACKENDS
 from .capture import LayerCapture, encode_safetensors, paper_distribution, read_capture
 from .config import BLOCK_N_CHOICES, MAX_CACHE_SEQLEN, MAX_NUM_HEADS_Q, SCALE_ROUNDINGS
 from .decode_run import DecodeOptions, RunResult, bytes_report, decode_run
-from .errors import ArgumentError, SnapMLAError
+from .errors import USE_REFERENCE, ArgumentError, SnapMLAError, UnsupportedDeviceError
+from .jit.mode import jit_mode
+from .places import refuse_inputs, why_not_writable
 from .report import doctor_text, json_text, run_dict, run_text
 
 # What a run without FILE makes; the reference needs a minute for it where no core is compiled.
 DEFAULTS = {"tokens": 4096, "heads": 64, "steps": 8, "seq_len_q": 1, "seed": 0}
 MAX_SEQ_LEN_Q = 8
 _OUT_SUFFIXES = (".npz", ".safetensors")
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse with errors of one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+_USE_REFERENCE = "--backend reference"  # what USE_REFERENCE is here
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,13 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return precompile(arguments[1:])
         args = _parser().parse_args(arguments)
+        if args.run is not _doctor:  # which says what is wrong instead of stopping at it
+            jit_mode()
         code = int(args.run(args))
         sys.stdout.flush()  # a reader that went away shows here, not while Python shuts down
         return code
     except SystemExit as stop:  # --help, --version and argparse's errors
         return stop.code if isinstance(stop.code, int) else 2
     except SnapMLAError as error:
-        print(f"snapmla: error: {error}", file=sys.stderr)
+        message = str(error).replace(USE_REFERENCE, _USE_REFERENCE)
+        print(f"snapmla: error: {message}", file=sys.stderr)
         return 2 if isinstance(error, ArgumentError) else 1
     except KeyboardInterrupt:
         print("snapmla: interrupted", file=sys.stderr)
@@ -63,11 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="snapmla", description=__doc__.partition("\n")[0] if __doc__ else None)
+    about = __doc__.partition("\n")[0] if __doc__ else None
+    parser = OneLineParser(prog="snapmla", description=about)
     parser.add_argument("--version", action="version", version=f"snapmla_rt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_decode(commands)
-    add_audit(commands, _integer)
+    add_audit(commands)
     doctor = commands.add_parser("doctor", help="what this machine has, and what is missing")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
@@ -86,12 +87,12 @@ def _add_decode(commands: Any) -> None:
     )
     option = decode.add_argument
     option("file", nargs="?", metavar="FILE", help=".safetensors or .npz capture; else made up")
-    tokens, heads = _integer(1, MAX_CACHE_SEQLEN), _integer(1, MAX_NUM_HEADS_Q)
+    tokens, heads = integer(1, MAX_CACHE_SEQLEN), integer(1, MAX_NUM_HEADS_Q)
     option("--tokens", type=tokens, help="tokens, steps included (4096; without FILE)")
     option("--heads", type=heads, help="query heads (64; without FILE)")
-    option("--steps", type=_integer(1), help="decode steps (8; with FILE: its first steps)")
-    option("--seq-len-q", type=_integer(1, MAX_SEQ_LEN_Q), help="tokens a step (1; without FILE)")
-    option("--seed", type=_integer(0), help="of the made-up data (0; without FILE)")
+    option("--steps", type=integer(1), help="decode steps (8; with FILE: its first steps)")
+    option("--seq-len-q", type=integer(1, MAX_SEQ_LEN_Q), help="tokens a step (1; without FILE)")
+    option("--seed", type=integer(0), help="of the made-up data (0; without FILE)")
     option("--block-n", type=int, choices=BLOCK_N_CHOICES, default=64, help="tokens of a block")
     option("--scale-rounding", choices=SCALE_ROUNDINGS, default="exact")
     option("--backend", choices=BACKENDS, default="auto", help="auto: CUDA where it can run")
@@ -100,26 +101,12 @@ def _add_decode(commands: Any) -> None:
     decode.set_defaults(run=_decode)
 
 
-def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    expected = f"an integer of {low}..{high}" if high is not None else f"an integer >= {low}"
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if value < low or (high is not None and value > high):
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-        return value
-
-    return parse
-
-
 def _decode(args: argparse.Namespace) -> int:
-    out = _out_path(args.out)  # before the work: nothing is computed that cannot be kept
+    # before the work: nothing is computed that cannot be kept
+    out = _out_path(args.out, [] if args.file is None else [args.file])
     captures = _captures(args)
     options = DecodeOptions(args.block_n, args.scale_rounding, args.backend)
-    result = decode_run(captures, options)
+    result = _run(captures, options)
     if out is not None:
         _write_outputs(out, result)
     source = args.file or f"made up (seed {_given(args, 'seed')})"
@@ -129,6 +116,16 @@ def _decode(args: argparse.Namespace) -> int:
     else:
         print(run_text(result, sizes, source, args.out))
     return 0
+
+
+def _run(captures: list[LayerCapture], options: DecodeOptions) -> RunResult:
+    try:
+        return decode_run(captures, options)
+    except UnsupportedDeviceError as error:
+        if options.backend != "cuda":
+            raise
+        # It was asked for where it cannot be had: a matter of the options, not of the work.
+        raise ArgumentError("--backend", "what this machine can run", f"cuda: {error}") from error
 
 
 def _given(args: argparse.Namespace, name: str) -> int:
@@ -156,6 +153,8 @@ def _doctor(args: argparse.Namespace) -> int:
     from . import doctor
 
     report = doctor.report()
+    both = f"{USE_REFERENCE} (snapmla decode {_USE_REFERENCE})"  # who asks may write either
+    report["advice"] = [text.replace(USE_REFERENCE, both) for text in report["advice"]]
     print(json_text(report) if args.json else doctor_text(report))
     return 0
 
@@ -163,16 +162,20 @@ def _doctor(args: argparse.Namespace) -> int:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _out_path(text: str | None) -> Path | None:
+def _out_path(text: str | None, inputs: Sequence[str]) -> Path | None:
     if text is None:
         return None
     path = Path(text)
     if path.suffix.lower() not in _OUT_SUFFIXES:
         raise ArgumentError("--out", "a path ending in .npz or .safetensors", repr(text))
-    if not path.parent.is_dir():
+    refuse_inputs("--out", path, inputs)
+    if not os.path.isdir(path.parent):
         raise ArgumentError("--out", "a path in an existing directory", repr(text))
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    if os.path.isdir(path) or (os.path.exists(path) and not os.access(path, os.W_OK)):
         raise ArgumentError("--out", "a file that can be written", repr(text))
+    reason = why_not_writable(path.parent)
+    if reason is not None:
+        raise ArgumentError("--out", "a file that can be written", f"{text!r} ({reason})")
     return path
 
 

@@ -14,8 +14,9 @@ from typing import Any
 from . import __version__
 from .driver import check, nvml
 from .driver.device import REQUIRED_CAPABILITY
-from .errors import SnapMLAError
-from .jit import compiler, disk_cache, loader
+from .errors import USE_REFERENCE, ArgumentError, SnapMLAError
+from .jit import compiler, disk_cache, loader, mode
+from .places import why_not_writable
 
 _PACKAGES = (
     "numpy",
@@ -27,7 +28,7 @@ _PACKAGES = (
     "nvidia-cuda-cuobjdump",
     "nvidia-cuda-nvdisasm",
 )
-VARIABLES = (loader.JIT_VARIABLE, disk_cache.CACHE_DIR_VARIABLE, loader.DEBUG_VARIABLE)
+VARIABLES = (mode.JIT_VARIABLE, disk_cache.CACHE_DIR_VARIABLE, loader.DEBUG_VARIABLE)
 
 
 def _packages() -> dict[str, str | None]:
@@ -86,36 +87,51 @@ def _gpus(advice: list[str]) -> list[str]:
     if not gpus and check.has_driver():
         advice.append("NVML lists no GPU: the kernels need a Hopper GPU visible to this process")
     if gpus and not any(gpu.compute_capability == REQUIRED_CAPABILITY for gpu in gpus):
-        advice.append("none of the GPUs is a Hopper (sm_90): use backend='reference'")
+        advice.append("none of the GPUs is a Hopper (sm_90): use " + USE_REFERENCE)
     return [f"{g.name}, sm_{g.compute_capability[0]}{g.compute_capability[1]}" for g in gpus]
 
 
 def _cache(advice: list[str]) -> dict[str, Any]:
-    """State of the cache directory; creates nothing."""
+    """State of the cache directory; leaves nothing behind."""
     directory = disk_cache.default_cache_dir()
     if directory is None:
         advice.append(f"no home directory: set {disk_cache.CACHE_DIR_VARIABLE} to keep kernels")
         return {"directory": None, "entries": 0, "writable": False}
-    entries = len(list(directory.glob("*.cubin"))) if directory.is_dir() else 0
-    place = directory
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    writable = place.is_dir() and os.access(place, os.W_OK)
-    if not writable:
+    # os.path, not Path: it says no where Path raises (a name too long, a parent that is closed)
+    entries = len(list(directory.glob("*.cubin"))) if os.path.isdir(directory) else 0
+    reason = why_not_writable(directory)
+    if reason is not None:
         advice.append(
-            f"{directory} cannot be written: kernels are compiled anew in every process; set "
-            f"{disk_cache.CACHE_DIR_VARIABLE}"
+            f"{directory} cannot be written ({reason}): kernels are compiled anew in every "
+            f"process; set {disk_cache.CACHE_DIR_VARIABLE} to a directory that can"
         )
-    return {"directory": str(directory), "entries": entries, "writable": writable}
+    return {"directory": str(directory), "entries": entries, "writable": reason is None}
+
+
+def _environment(advice: list[str]) -> bool:
+    """Whether the variables let kernels be used."""
+    debug = os.environ.get(loader.DEBUG_VARIABLE, "")
+    if debug not in ("", "0", "1"):
+        advice.append(
+            f"{loader.DEBUG_VARIABLE}={debug!r} turns debugging on, as all but 0 does: set it to 1 "
+            "or 0, or unset it"
+        )
+    try:
+        mode.jit_mode()
+    except ArgumentError as error:
+        advice.append(f"{error}: no kernel can be used; set it to one of these or unset it")
+        return False
+    return True
 
 
 def report() -> dict[str, Any]:
-    """What is here: nested values for printing or JSON. Creates no context, writes no file.
+    """What is here: nested values for printing or JSON. Creates no context, leaves no file.
 
     `ready` says whether the kernels can run; `advice` lists what to do where they cannot (the
     reference backend runs anyway).
     """
     advice: list[str] = []
+    allowed = _environment(advice)
     nvrtc, driver, gpus = _nvrtc(advice), _driver(advice), _gpus(advice)
     hopper = any(f"sm_{REQUIRED_CAPABILITY[0]}{REQUIRED_CAPABILITY[1]}" in gpu for gpu in gpus)
     cache = _cache(advice)
@@ -129,6 +145,6 @@ def report() -> dict[str, Any]:
         "gpus": gpus,
         "kernel_cache": cache,
         "environment": {name: os.environ.get(name) for name in VARIABLES},
-        "ready": bool(nvrtc and hopper and driver["new_enough"]),
+        "ready": bool(allowed and nvrtc and hopper and driver["new_enough"]),
         "advice": advice,
     }

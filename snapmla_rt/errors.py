@@ -5,6 +5,9 @@ The message of an :class:`ArgumentError` always names the argument, what was exp
 
 from __future__ import annotations
 
+# How a caller asks for the reference, as messages say it; the command line puts its option there.
+USE_REFERENCE = "backend='reference'"
+
 
 class SnapMLAError(Exception):
     """Base of all errors raised by this package."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from snapmla_rt import cli
+from snapmla_rt.audit import command as audit_command
 from snapmla_rt.audit.command import audit_layers, read_layers
 from snapmla_rt.audit.measure import (
     SOURCES,
@@ -252,6 +255,63 @@ def test_several_files_name_their_layers(tmp_path: Path) -> None:
     assert [layer.name for layer in read_layers([second])] == ["layers.2"]
 
 
+def test_files_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    def names(*paths: str) -> list[str]:
+        files = []
+        for path in paths:
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            files.append(write(tmp_path / path, {"layers.2": layer}))
+        return [found.name for found in read_layers(files)]
+
+    layer = capture(tokens=5)
+    folders = names("a/x.safetensors", "b/x.safetensors")
+    assert folders == ["a/x.safetensors.layers.2", "b/x.safetensors.layers.2"]
+    deep = names("a/c/x.safetensors", "b/c/x.safetensors", "y.safetensors")
+    assert deep[:2] == ["a/c/x.safetensors.layers.2", "b/c/x.safetensors.layers.2"]
+    assert len(set(deep)) == 3
+    np.savez(tmp_path / "x.npz", **arrays_of({"layers.2": layer}))
+    both = [str(tmp_path / "x.npz"), write(tmp_path / "x.safetensors", {"layers.2": layer})]
+    found = [layer.name for layer in read_layers(both)]
+    assert found == ["x.npz.layers.2", "x.safetensors.layers.2"]
+    # and where the name of a file and that of a layer meet
+    met = [write(tmp_path / "a.safetensors", {"b": layer})]
+    met.append(write(tmp_path / "a.b.safetensors", {"": layer}))
+    assert len({layer.name for layer in read_layers(met)}) == 2
+
+
+def test_a_file_given_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "x.safetensors", {"": capture(tokens=5)})
+    (tmp_path / "link.safetensors").symlink_to(file)
+    for again in (file, str(tmp_path / "link.safetensors")):
+        code, out, err = run(capsys, file, again)
+        assert code == 2 and out == "" and err.count("\n") == 1
+        assert f"{again}: expected each file once, got the same file as '{file}'" in err
+
+
+def test_an_error_names_the_file_it_is_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = arrays_of({"": capture(tokens=64)})
+    first = write(tmp_path / "first.safetensors", {"": capture(tokens=64)})
+    nan = good["kv_c"].copy()
+    nan[5, 7] = np.nan
+    wrong = {
+        "shape": {"k_pe": good["k_pe"][:, :32]},
+        "short": {"k_pe": good["k_pe"][:9]},
+        "nan": {"kv_c": nan},
+        "dtype": {"kv_c": good["kv_c"].astype(np.float64)},
+        "scale": {"softmax_scale": np.zeros(1)},
+        "missing": {"kv_c": None},
+    }
+    for name, change in wrong.items():
+        path = tmp_path / f"{name}.safetensors"
+        arrays = {k: v for k, v in {**good, **change}.items() if v is not None}
+        path.write_bytes(encode_safetensors(arrays))
+        code, _, err = run(capsys, first, str(path))
+        (field,) = change
+        assert code == 2 and f"error: {path}: {field}: expected " in err, err
+
+
 def test_progress_counts_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     from snapmla_rt.audit import command
 
@@ -308,6 +368,54 @@ def test_plots_without_matplotlib_say_what_to_install(
     file = write(tmp_path / "x.safetensors", {"": capture()})
     code, out, err = run(capsys, file, "--plots", str(tmp_path / "plots"))
     assert code == 2 and "snapmla-rt[plot]" in err and out == ""
+
+
+@pytest.fixture
+def any_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that can be imported: what the folder is held to does not depend on drawing."""
+    if not HAS_MATPLOTLIB:
+        monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
+
+
+@pytest.mark.usefixtures("any_matplotlib")
+def test_plots_go_into_an_existing_or_one_new_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "x.safetensors", {"": capture(tokens=5)})
+    monkeypatch.setattr(audit_command, "read_layers", None)  # all of this is said before the work
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "value_ranges.png").symlink_to(file)
+    before = sorted(tmp_path.rglob("*"))
+    refused = {
+        "no/such": "--plots: expected a path in an existing directory",
+        "file": "--plots: expected a directory that can be written",
+        "linked": "--plots: expected a file that is no input",
+    }
+    for folder, message in refused.items():
+        code, out, err = run(capsys, file, "--plots", str(tmp_path / folder))
+        assert code == 2 and out == "" and err.count("\n") == 1 and message in err, err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert audit_command._plot_folder(str(tmp_path / "one"), [file]) == tmp_path / "one"
+    if Path("/proc/self").exists():
+        monkeypatch.setattr(os, "access", lambda *_: True)  # as it answers root
+        code, _, err = run(capsys, file, "--plots", "/proc/self")
+        assert code == 2 and "--plots: expected a directory that can be written" in err
+
+
+def test_a_plot_that_cannot_be_written_is_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> list[Path]:
+        raise OSError(28, "No space left on device")
+
+    plots = types.ModuleType("snapmla_rt.audit.plots")
+    plots.draw = full  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "snapmla_rt.audit.plots", plots)
+    monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
+    file = write(tmp_path / "x.safetensors", {"": capture(tokens=5)})
+    code, out, err = run(capsys, file, "--rows", "1", "--plots", str(tmp_path / "plots"))
+    assert code == 2 and out == "" and "--plots: " in err and "No space left" in err
 
 
 @needs_matplotlib

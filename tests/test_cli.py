@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from compare import assert_same_bytes
 
-from snapmla_rt import __version__, cli, progress, run_backends
+from snapmla_rt import __version__, cli, places, progress, run_backends
 from snapmla_rt.capture import encode_safetensors, paper_distribution, read_safetensors
 from snapmla_rt.decode_run import DecodeOptions, decode_run
-from snapmla_rt.errors import ArgumentError, UnsupportedDeviceError
+from snapmla_rt.errors import USE_REFERENCE, ArgumentError, UnsupportedDeviceError
 from snapmla_rt.metrics import error_summary
 from snapmla_rt.reference import tensor_core
 from snapmla_rt.reference.attention_fp64 import attention_fp64
@@ -271,6 +271,57 @@ def test_a_failed_write_leaves_the_old_file(
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.parametrize("way", ["itself", "symbolic link", "hard link", "other spelling"])
+def test_an_input_is_never_overwritten(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    suffix: str,
+    way: str,
+) -> None:
+    """Said before any work, and the capture is whole afterwards."""
+    monkeypatch.setattr(cli, "read_capture", None)  # called: TypeError
+    capture, out = tmp_path / f"c{suffix}", tmp_path / f"out{suffix}"
+    capture.write_bytes(b"precious")
+    if way == "symbolic link":
+        out.symlink_to(capture)
+    elif way == "hard link":
+        os.link(capture, out)
+    else:
+        out = capture if way == "itself" else tmp_path / ".." / tmp_path.name / capture.name
+    code, _, err = run(capsys, "decode", str(capture), *REFERENCE, "--out", str(out))
+    assert code == 2 and "--out: expected a file that is no input, got " in err, err
+    assert err.count("\n") == 1 and capture.read_bytes() == b"precious"
+
+
+def test_out_where_no_file_can_be_made_is_said_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where access(2) says yes: to root it does so of /proc."""
+    monkeypatch.setattr(cli, "decode_run", None)
+    monkeypatch.setattr(os, "access", lambda *_: True)
+    if Path("/proc/self").exists():
+        code, _, err = run(capsys, "decode", *SMALL, "--out", "/proc/x.npz")
+        assert code == 2 and "--out: expected a file that can be written" in err
+    long = str(tmp_path / ("x" * 300) / "out.npz")  # Path.is_dir() raises for it before 3.12
+    code, _, err = run(capsys, "decode", *SMALL, "--out", long)
+    assert code == 2 and "--out: expected a path in an existing directory" in err
+    code, _, err = run(capsys, "decode", long)
+    assert code == 2 and "File name too long" in err and err.count("\n") == 1
+
+
+def test_whether_a_place_can_be_written_is_tried(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "astray").symlink_to(tmp_path / "nowhere" / "at all")
+    before = sorted(tmp_path.rglob("*"))
+    for good in (".", "new", "new/and/deep"):
+        assert places.why_not_writable(tmp_path / good) is None
+    for bad in ("file", "file/below", "astray", "astray/below", "x" * 300):
+        assert places.why_not_writable(tmp_path / bad), bad
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_interruption_is_code_130_without_a_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,14 +340,18 @@ def test_auto_falls_back_to_the_reference_and_cuda_does_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def absent(*_: Any) -> None:
-        raise UnsupportedDeviceError("no Hopper GPU: found none")
+        raise UnsupportedDeviceError(f"no Hopper GPU: found none; {USE_REFERENCE} runs anywhere")
 
     monkeypatch.setattr(run_backends, "_cuda_backend", absent)
     assert make_backend("auto", 64, "exact").name == "reference"
     with pytest.raises(ArgumentError, match="backend"):
         make_backend("rocm", 64, "exact")
     code, _, err = run(capsys, "decode", *SMALL, "--backend", "cuda")
-    assert code == 1 and err == "snapmla: error: no Hopper GPU: found none\n"
+    # asked for by an option, so the answer speaks of options
+    assert code == 2 and err == (
+        "snapmla: error: --backend: expected what this machine can run, got cuda: "
+        "no Hopper GPU: found none; --backend reference runs anywhere\n"
+    )
 
 
 def test_stage_times_count_calls() -> None:
@@ -345,6 +400,86 @@ def test_doctor_says_what_this_machine_has(capsys: pytest.CaptureFixture[str]) -
     assert report["cores"]["reference._wgmma"] == ("compiled" if compiled else "pure Python")
     code, out, _ = run(capsys, "doctor")
     assert code == 0 and len(out.splitlines()) >= 5
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
+def test_the_doctor_tries_whether_the_cache_can_be_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: True)  # as it answers root
+    monkeypatch.setenv("SNAPMLA_CACHE_DIR", "/proc/x")
+    code, out, _ = run(capsys, "doctor", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["kernel_cache"]["writable"] is False
+    assert any("/proc/x cannot be written" in text for text in report["advice"])
+
+
+def test_the_doctor_survives_a_cache_directory_that_cannot_be(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SNAPMLA_CACHE_DIR", "/" + "x" * 300)
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0 and "cannot be written (File name too long)" in out
+
+
+def test_the_doctor_names_the_reference_in_both_ways(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from snapmla_rt import doctor
+
+    monkeypatch.setattr(doctor, "report", lambda: {"advice": [f"use {USE_REFERENCE}"]})
+    _, out, _ = run(capsys, "doctor")
+    assert "use backend='reference' (snapmla decode --backend reference)" in out
+
+
+@pytest.mark.parametrize("argv", [["decode", *SMALL, *REFERENCE], ["audit", "x.npz"]])
+def test_a_wrong_jit_variable_stops_a_command_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str]
+) -> None:
+    monkeypatch.setenv("SNAPMLA_JIT", "foo")
+    code, out, err = run(capsys, *argv)
+    assert code == 2 and out == ""
+    assert err == (
+        "snapmla: error: SNAPMLA_JIT: expected one of ('import', 'lazy', 'off'), got 'foo'\n"
+    )
+
+
+def test_the_doctor_reports_wrong_variables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SNAPMLA_JIT", "foo")
+    monkeypatch.setenv("SNAPMLA_DEBUG", "off")
+    code, out, err = run(capsys, "doctor", "--json")
+    report = json.loads(out)
+    assert code == 0 and err == "" and report["ready"] is False
+    (jit,) = (text for text in report["advice"] if text.startswith("SNAPMLA_JIT"))
+    assert "expected one of ('import', 'lazy', 'off'), got 'foo'" in jit and "unset it" in jit
+    assert any(
+        text.startswith("SNAPMLA_DEBUG='off' turns debugging on") for text in report["advice"]
+    )
+    for name, value in (("SNAPMLA_JIT", "off"), ("SNAPMLA_DEBUG", "0")):
+        monkeypatch.setenv(name, value)
+    _, out, _ = run(capsys, "doctor", "--json")
+    assert not any("SNAPMLA_JIT" in text for text in json.loads(out)["advice"])
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [(["decode", *SMALL, *REFERENCE], 2), (["doctor"], 0)]
+)
+def test_a_process_with_a_wrong_jit_variable_says_so_once(
+    repo_root: Path, command: list[str], code: int
+) -> None:
+    """`python -m` and the installed script: the warning of the import does not come on top."""
+    env = {**os.environ, "SNAPMLA_JIT": "foo", "PYTHONPATH": str(repo_root)}
+    script = "import sys; sys.argv[0] = '/bin/snapmla'; from snapmla_rt.cli import main; "
+    script += "sys.exit(main())"
+    for start in (["-m", "snapmla_rt"], ["-c", script]):
+        done = subprocess.run(
+            [sys.executable, *start, *command], env=env, capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stderr
+        assert done.stderr.count("\n") == (1 if code else 0), done.stderr
+        assert "SNAPMLA_JIT: expected one of" in done.stdout + done.stderr
 
 
 def test_precompile_takes_its_own_options(

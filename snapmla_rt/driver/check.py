@@ -9,12 +9,12 @@ import os
 import threading
 from typing import Any
 
-from ..errors import CudaError, SnapMLAError, UnsupportedDeviceError
+from ..errors import USE_REFERENCE, CudaError, SnapMLAError, UnsupportedDeviceError
 
 CU13_MIN_DRIVER = "580"
 CU12_MIN_DRIVER = "525"
 LIBCUDA = "libcuda.so.1"
-_REFERENCE_HINT = "backend='reference' runs without a GPU"
+_REFERENCE_HINT = f"{USE_REFERENCE} runs without a GPU"
 
 _lock = threading.Lock()
 _initialised = False

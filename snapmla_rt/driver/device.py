@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ArgumentError, UnsupportedDeviceError
+from ..errors import USE_REFERENCE, ArgumentError, UnsupportedDeviceError
 from .check import bindings, call, initialise
 
 REQUIRED_CAPABILITY = (9, 0)
@@ -78,7 +78,7 @@ def require_hopper(index: int) -> DeviceInfo:
     if info.compute_capability != REQUIRED_CAPABILITY:
         raise UnsupportedDeviceError(
             f"requires sm_90a (Hopper), found {info.arch} ({info.name}, device {index}); "
-            "backend='reference' runs anywhere"
+            f"{USE_REFERENCE} runs anywhere"
         )
     return info
 
