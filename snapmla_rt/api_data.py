@@ -9,7 +9,6 @@ give the same bytes. pdl=True lets a launch begin while the kernel before it on 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from .config import (
     check_scale_rounding,
 )
 from .data_launch import CacheArrays
+from .environment import debug_wanted
 from .errors import ArgumentError
 from .host_copy import Mirrors, deliver, on_host, result_array, upload
 from .tensor import BF16, E4M3, F32, INDICES, INPUT_FLOATS, TensorView, expect, resolve_stream
@@ -118,9 +118,7 @@ def _query_out(
 
 def _checked_mode(checked: bool | None) -> bool:
     """`checked`, by default whether $SNAPMLA_DEBUG is set."""
-    if checked is None:
-        return os.environ.get("SNAPMLA_DEBUG", "") not in ("", "0")
-    return checked
+    return debug_wanted() if checked is None else checked
 
 
 def _check_slots(name: str, slots: TensorView, num_slots: int, stream: int) -> None:

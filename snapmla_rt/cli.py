@@ -22,8 +22,8 @@ from .backend import BACKENDS
 from .capture import LayerCapture, encode_safetensors, paper_distribution, read_capture
 from .config import BLOCK_N_CHOICES, MAX_CACHE_SEQLEN, MAX_NUM_HEADS_Q, SCALE_ROUNDINGS
 from .decode_run import DecodeOptions, RunResult, bytes_report, decode_run
+from .environment import jit_mode
 from .errors import USE_REFERENCE, ArgumentError, SnapMLAError, UnsupportedDeviceError
-from .jit.mode import jit_mode
 from .places import refuse_inputs, why_not_writable
 from .report import doctor_text, json_text, run_dict, run_text
 

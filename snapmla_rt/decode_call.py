@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from .decode_launch import (
     row_strides,
     workspace_layout,
 )
+from .environment import debug_wanted
 from .errors import ArgumentError
 from .host_copy import deliver, on_host, upload
 from .plan import DecodePlan
@@ -345,8 +345,3 @@ def _launches(
         debug=debug_wanted(),
         trace=scalars.trace,
     )
-
-
-def debug_wanted() -> bool:
-    """Whether $SNAPMLA_DEBUG asks for the checking kernels."""
-    return os.environ.get("SNAPMLA_DEBUG", "") not in ("", "0")

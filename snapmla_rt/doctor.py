@@ -14,8 +14,9 @@ from typing import Any
 from . import __version__
 from .driver import check, nvml
 from .driver.device import REQUIRED_CAPABILITY
+from .environment import DEBUG_VARIABLE, JIT_VARIABLE, jit_mode
 from .errors import USE_REFERENCE, ArgumentError, SnapMLAError
-from .jit import compiler, disk_cache, loader, mode
+from .jit import compiler, disk_cache
 from .places import why_not_writable
 
 _PACKAGES = (
@@ -28,7 +29,7 @@ _PACKAGES = (
     "nvidia-cuda-cuobjdump",
     "nvidia-cuda-nvdisasm",
 )
-VARIABLES = (mode.JIT_VARIABLE, disk_cache.CACHE_DIR_VARIABLE, loader.DEBUG_VARIABLE)
+VARIABLES = (JIT_VARIABLE, disk_cache.CACHE_DIR_VARIABLE, DEBUG_VARIABLE)
 
 
 def _packages() -> dict[str, str | None]:
@@ -110,14 +111,14 @@ def _cache(advice: list[str]) -> dict[str, Any]:
 
 def _environment(advice: list[str]) -> bool:
     """Whether the variables let kernels be used."""
-    debug = os.environ.get(loader.DEBUG_VARIABLE, "")
+    debug = os.environ.get(DEBUG_VARIABLE, "")
     if debug not in ("", "0", "1"):
         advice.append(
-            f"{loader.DEBUG_VARIABLE}={debug!r} turns debugging on, as all but 0 does: set it to 1 "
+            f"{DEBUG_VARIABLE}={debug!r} turns debugging on, as all but 0 does: set it to 1 "
             "or 0, or unset it"
         )
     try:
-        mode.jit_mode()
+        jit_mode()
     except ArgumentError as error:
         advice.append(f"{error}: no kernel can be used; set it to one of these or unset it")
         return False

@@ -54,7 +54,6 @@ class AppendWorkspace:
 _lock = threading.Lock()
 _current: dict[tuple[int, int], AppendWorkspace] = {}
 # Of the per-thread default stream, whose handle is the same in every thread but not the stream.
-_PER_THREAD_STREAM = 2
 _of_thread = threading.local()
 # A captured graph holds the addresses of the workspace it was captured with for as long as it is
 # replayed, and nothing tells us when that ends.
@@ -63,7 +62,9 @@ _captured: list[AppendWorkspace] = []
 
 def _workspaces(stream: int) -> dict[tuple[int, int], AppendWorkspace]:
     """Where the workspace of a stream is kept."""
-    if stream != _PER_THREAD_STREAM:
+    from .driver.launch import PER_THREAD_STREAM
+
+    if stream != PER_THREAD_STREAM:
         return _current
     if not hasattr(_of_thread, "current"):
         _of_thread.current = {}

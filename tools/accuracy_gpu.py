@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from bench import machine
+from bench import machine, write_json
 
 from snapmla_rt import api
 
@@ -301,8 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(row, time.monotonic() - start)
         torch.cuda.empty_cache()
         if args.out is not None:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            write_json(args.out, result)
     missed = [row for row in result["rows"] if row.get("met") is False]
     print(f"{len(missed)} near-flat cases over {BOUND_NEAR_FLAT}")
     return 1 if missed else 0

@@ -10,7 +10,6 @@ part: the same prepared launches without the look-up. `graph` is one replay of t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import machine
+from bench import machine, write_json
 
 from snapmla_rt import api, api_decode
 
@@ -131,8 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.commit:
         result["commit"] = args.commit
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.out, result)
     slow = [row for row in rows if row["all given"]["us"] > LIMIT_US]
     print(f"{'over' if slow else 'within'} {LIMIT_US} us")
     return 0

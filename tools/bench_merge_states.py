@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from bench import ROOT, Bench, machine
+from bench import ROOT, Bench, machine, write_json
 
 from snapmla_rt import api
 
@@ -67,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(rows[-1]), flush=True)
     if args.out is not None:
         result = {**machine(0), **bench.floors(), "rows": rows}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.out, result)
     return 0
 
 

@@ -9,7 +9,6 @@ python tools/bench_mla_combine.py [--out tools/results/mla_combine_h200.json]
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from bench import Bench, machine
+from bench import Bench, machine, write_json
 from bench_decode_data import Call, Case, Pool
 
 # (h, b, context, plan): one long request, a few, and a batch in which nothing is split.
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is not None:
         result: dict[str, Any] = {**machine(0), **bench.floors(), "rows": rows}
         result |= {"commit": args.commit} if args.commit else {}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.out, result)
     return 0
 
 

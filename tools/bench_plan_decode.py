@@ -6,7 +6,6 @@ python tools/bench_plan_decode.py [--out tools/results/plan_decode_h200.json]
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from bench import Bench, machine
+from bench import Bench, machine, write_json
 
 from snapmla_rt import api
 from snapmla_rt.array import to_device
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is not None:
         result: dict[str, Any] = {**machine(0), **bench.floors(), "rows": rows}
         result |= {"commit": args.commit} if args.commit else {}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.out, result)
     return 0
 
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
 
 import numpy as np
-from bench import machine
+from bench import machine, write_json
 from decode_cases import DecodeSpec, Solved, draw, smaller, solve, solved, worker_pool
 
 from snapmla_rt.decode_select import VARIANTS, decode_variant
@@ -152,8 +152,7 @@ def write_result(args: argparse.Namespace, tally: Tally, seconds: float) -> None
         **machine(0),
         **({"commit": args.commit} if args.commit else {}),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(args.out, result)
     print(f"wrote {args.out}")
 
 

@@ -16,7 +16,6 @@ nvidia-cuda-sanitizer-api).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -30,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from bench import machine
+from bench import machine, write_json
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DEFAULT = TOOLS[:3]
@@ -242,8 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is not None:
         result: dict[str, Any] = {**machine(0), "tools": rows}
         result |= {"commit": args.commit} if args.commit else {}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.out, result)
     return 1 if any(row["exit_code"] for row in rows) else 0
 
 

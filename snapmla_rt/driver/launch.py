@@ -17,7 +17,8 @@ from . import check
 from .device import current_device, device_context, primary_context
 
 _MAX_GRID = 2**31 - 1
-LAST_DEFAULT_STREAM = 2  # 0 and 1: the legacy stream, 2: the thread's
+PER_THREAD_STREAM = 2
+LAST_DEFAULT_STREAM = PER_THREAD_STREAM  # 0 and 1: the legacy stream
 
 
 class Layout(Protocol):

@@ -11,8 +11,8 @@ import os
 import sys
 import warnings
 
+from ..environment import jit_mode
 from ..errors import ArgumentError
-from .mode import jit_mode
 
 # Where the kernel's side of the driver shows: Linux, and Linux under Windows.
 _DRIVER_DEVICES = ("/dev/nvidiactl", "/dev/dxg")

@@ -16,6 +16,7 @@ import weakref
 from typing import Any
 
 from ..driver.pci import has_hopper
+from ..environment import JIT_VARIABLE, debug_wanted, jit_mode
 from ..errors import CompileError, SnapMLAError
 from .compiler import (
     CompiledKernel,
@@ -26,20 +27,14 @@ from .compiler import (
     nvrtc_identity,
 )
 from .disk_cache import DiskCache, make_key
-from .mode import JIT_VARIABLE, jit_mode
 from .spec import KernelSpec, KernelTable, Variant
 
-DEBUG_VARIABLE = "SNAPMLA_DEBUG"
 # Between two kernels the background thread leaves the lock alone for this long: Python's locks are
 # not fair, and a first call must not wait for the whole table.
 _YIELD_S = 0.001
 
 _compile_lock = threading.RLock()
 _loaders: weakref.WeakSet[KernelLoader] = weakref.WeakSet()
-
-
-def _debug() -> bool:
-    return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
 
 
 def load_or_compile(
@@ -50,7 +45,7 @@ def load_or_compile(
     `$SNAPMLA_DEBUG=1` adds line numbers for profilers. Raises CompileError,
     UnsupportedDeviceError.
     """
-    unit = make_unit(table, spec, variant, ("-lineinfo",) if _debug() else ())
+    unit = make_unit(table, spec, variant, ("-lineinfo",) if debug_wanted() else ())
     header_parts = [part for pair in unit.headers.items() for part in pair]
     key = make_key(
         nvrtc_identity(),

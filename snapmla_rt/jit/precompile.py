@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..arguments import OneLineParser, integer
+from ..environment import JIT_VARIABLE, jit_mode
 from ..errors import ArgumentError, CompileError, SnapMLAError, UnsupportedDeviceError
 from .compiler import (
     CompiledKernel,
@@ -30,7 +31,6 @@ from .compiler import (
     make_unit,
     nvrtc_identity,
 )
-from .mode import JIT_VARIABLE, jit_mode
 from .spec import KernelSpec, KernelTable, Variant
 
 DEFAULT_TABLE = "snapmla_rt.kernels:TABLE"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-import os
 from typing import Any
 
 import numpy as np
 
+from .. import environment
 from ..errors import ArgumentError, OutOfBlocksError
 
 TOKEN_ID_LIMIT = 1 << 31  # token ids are int32 and not negative
@@ -78,9 +78,7 @@ def must_raise(on_shortage: Any) -> bool:
 
 def debug_wanted(debug: bool | None) -> bool:
     """The argument if given, else whether SNAPMLA_DEBUG is set to something other than 0."""
-    if debug is None:
-        return os.environ.get("SNAPMLA_DEBUG", "0") not in ("", "0")
-    return bool(debug)
+    return environment.debug_wanted() if debug is None else bool(debug)
 
 
 def never_fits(request: Any, total: int, num_blocks: int) -> OutOfBlocksError:

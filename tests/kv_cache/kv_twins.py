@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import snapmla_rt.config
+import snapmla_rt.environment
 import snapmla_rt.errors
 
 SOURCE = Path(snapmla_rt.config.__file__).parent / "kv_cache"
@@ -48,6 +49,7 @@ def load_twin(package: str, compiled_in: Path | None) -> types.SimpleNamespace:
     sys.modules[f"{package}.kv_cache"] = inner
     sys.modules[f"{package}.errors"] = snapmla_rt.errors
     sys.modules[f"{package}.config"] = snapmla_rt.config
+    sys.modules[f"{package}.environment"] = snapmla_rt.environment
     twin = types.SimpleNamespace(package=package, compiled=compiled_in is not None)
     for name in MODULES:
         path = SOURCE / f"{name}.py"

@@ -1,13 +1,14 @@
-"""`$SNAPMLA_JIT`: when kernels are compiled. Light: importing the package asks for it."""
+"""What `$SNAPMLA_JIT` and `$SNAPMLA_DEBUG` ask for. Light: importing the package reads it."""
 
 from __future__ import annotations
 
 import os
 
-from ..errors import ArgumentError
+from .errors import ArgumentError
 
 JIT_VARIABLE = "SNAPMLA_JIT"
 JIT_MODES = ("import", "lazy", "off")
+DEBUG_VARIABLE = "SNAPMLA_DEBUG"
 
 
 def jit_mode() -> str:
@@ -21,3 +22,8 @@ def jit_mode() -> str:
     if mode not in JIT_MODES:
         raise ArgumentError(JIT_VARIABLE, f"one of {JIT_MODES}", repr(mode))
     return mode
+
+
+def debug_wanted() -> bool:
+    """Whether `$SNAPMLA_DEBUG` is set to something other than 0."""
+    return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
