@@ -12,9 +12,10 @@
 //
 // Launch: a 1-D grid of any size, 128 threads, kWarps x kTileFloats floats of dynamic shared memory.
 // Requests with at most one split are passed over: mla_decode finished them. Of the others a warp
-// takes items on its own, without barriers of the CTA: four, two or one whole rows of up to 2, 4 or
-// 8 splits, else 128, 64 or 32 dims of a row, so that all splits (up to 136) of an item fit in the
-// warp's shared memory and are on the way at once. More splits are taken 136 at a time.
+// takes items on its own, without barriers of the CTA: two or one whole rows of up to 4 or 8 splits,
+// else 128, 64 or 32 dims of a row, so that all splits (up to 136) of an item fit in the warp's
+// shared memory and are on the way at once. More splits are taken 136 at a time. (Four rows of two
+// splits fit as well, but make so few items that some warps have two and most have one.)
 //
 // May be launched as a dependent of mla_decode. num_splits is read before griddepcontrol.wait:
 // mla_decode signals launch_dependents only after its own wait, so what ran before it (plan_decode,
@@ -46,7 +47,6 @@ struct Shape {
 // Call f with the Shape for `count` splits. (Lambdas are host functions to NVRTC.)
 template <class F>
 __device__ __forceinline__ auto with_shape(int count, F f) {
-  if (count <= Shape<4, 512>::kSplits) return f(Shape<4, 512>{});
   if (count <= Shape<2, 512>::kSplits) return f(Shape<2, 512>{});
   if (count <= Shape<1, 512>::kSplits) return f(Shape<1, 512>{});
   if (count <= Shape<1, 128>::kSplits) return f(Shape<1, 128>{});

@@ -2,7 +2,8 @@
 // integers this kernel equals.
 //
 //   [L1] blocks = ceil(seqlen / block_n); a request costs blocks + F, also when empty
-//   [L2] without fixed cuts: parts are filled in order up to ceil(total / parts) + F
+//   [L2] without fixed cuts: parts are filled in order up to ceil(total / parts) + F, and beyond it
+//        where at most remainder_blocks of a request would be left
 //   [L3] with fixed cuts: whole splits go to part floor((2 start + cost) parts / (2 total))
 //   [L4] num_splits is cumulative; every request has at least one split
 //
@@ -70,7 +71,8 @@ __device__ __forceinline__ int place_request(OpenPart& part, const PlanDecodePar
   int block = 0, split = 0;
   while (true) {
     const int left = num_blocks - block;
-    const bool whole = part.room >= left + p.overhead_blocks;
+    const int beyond = part.room > p.overhead_blocks ? p.remainder_blocks : 0;
+    const bool whole = part.room + beyond >= left + p.overhead_blocks;
     const int taken = whole ? left : part.room - p.overhead_blocks;
     if (whole || taken > 0) {
       part.end_req = req;

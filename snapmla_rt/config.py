@@ -79,6 +79,7 @@ FLT_MIN_NORMAL = 2.0**-126
 
 # --- Split-KV schedule -------------------------------------------------------------------------
 PLAN_OVERHEAD_BLOCKS = 3  # fixed cost of one request in a part, in blocks of 64 tokens
+PLAN_REMAINDER_BLOCKS = 4  # shorter or equal remainders are not cut off, in blocks of 64 tokens
 PLAN_FIELDS = 8  # int32 fields of a part
 INVARIANT_SPLIT_TOKENS = 2048  # batch_invariant=True cuts every request at these multiples
 

@@ -106,6 +106,7 @@ PLAN_DECODE = KernelSpec(
         ("num_parts", "i32"),
         ("block_n", "i32"),
         ("overhead_blocks", "i32"),
+        ("remainder_blocks", "i32"),
         ("fixed_splits", "i32"),
         ("split_blocks", "i32"),
     ),

@@ -167,6 +167,7 @@ def plan_values(
         config.num_parts,
         config.block_n,
         config.overhead_blocks,
+        config.remainder_blocks,
         config.num_splits or 0,
         config.split_tokens // config.block_n,
     )

@@ -7,6 +7,7 @@
 #include "mla_decode/schedule.cuh"
 #include "mla_decode/storage.cuh"
 #include "ptx/fence.cuh"
+#include "ptx/ld_shared.cuh"
 #include "ptx/tma.cuh"
 
 // Start the copies of cache block `page` into a stage (one thread).
@@ -69,7 +70,7 @@ __device__ __forceinline__ void load_role(const MlaDecodeParams& p, Storage& s) 
         profile.mark(1);
         MBARRIER_WAIT(shared_address(&s.barriers.stage_empty[ring.index]), ring.phase ^ 1);
         profile.mark(0);
-        if (page < last) {
+        if (kPages == 1 || page < last) {  // an odd number of pages leaves half a block of two
           load_block(p, s, ring.index, id, policy);
         } else {
           mbarrier_arrive(shared_address(&s.barriers.stage_full[ring.index]));
@@ -94,21 +95,36 @@ __device__ __forceinline__ void zero_token(Stage& stage, int token) {
   }
 }
 
+// Where a lane's token lies in the factor arrays of stage 0, as shared addresses.
+struct TokenPlace {
+  unsigned scale, pair;
+
+  __device__ __forceinline__ TokenPlace(const Storage& s, int token)
+      : scale(shared_address(&s.scale[0][token])),
+        pair(shared_address(&s.token_scale[0][token >> 1]) + 4 * (token & 1)) {
+    keep_in_register(scale);
+    keep_in_register(pair);
+  }
+};
+
 // [S1] One token's factors. In a block that hides tokens from some row, tokens beyond the length
 // and NaN tokens are zeroed, so that 0 x NaN cannot reach a row that does not see them.
-__device__ __forceinline__ void prepare_token(Storage& s, unsigned stage, int token, bool inside,
-                                              bool masked) {
-  const float ks = inside ? s.scale[stage][token] : 0.0f;
+__device__ __forceinline__ void prepare_token(Storage& s, const TokenPlace& place, unsigned stage,
+                                              int token, bool inside, bool masked) {
+  static_assert(sizeof(Storage::scale) == sizeof(Storage::token_inverse), "a float a token each");
+  constexpr unsigned kInverseOffset = sizeof(Storage::scale) + sizeof(Storage::token_scale);
+  const unsigned scale = place.scale + stage * kScaleBytes;
+  const unsigned pair = place.pair + stage * sizeof(s.token_scale[0]);
+  const float loaded = __uint_as_float(ld_shared_u32(scale));
+  const float ks = inside ? loaded : 0.0f;
   const bool nan = ks != ks;
   if (masked && (!inside || nan)) {
     zero_token(s.stages[stage], token);
     fence_proxy_async_shared();
   }
-  float* scales = reinterpret_cast<float*>(&s.token_scale[stage][token >> 1]);
-  scales[token & 1] = ks;
-  scales[2 + (token & 1)] = log2_soft(ks);
-  reinterpret_cast<float*>(&s.token_inverse[stage][token >> 1])[token & 1] =
-      inside && !nan ? __frcp_rn(ks) : 0.0f;
+  st_shared_u32(pair, __float_as_uint(ks));
+  st_shared_u32(pair + 8, __float_as_uint(log2_soft(ks)));
+  st_shared_u32(scale + kInverseOffset, __float_as_uint(inside && !nan ? __frcp_rn(ks) : 0.0f));
 }
 
 __device__ __forceinline__ void announce_tokens(Storage& s, unsigned stage) {
@@ -122,6 +138,7 @@ __device__ __forceinline__ void token_role(const MlaDecodeParams& p, Storage& s)
   Schedule schedule(p);
   Split split;
   Ring<kStages> ring;
+  const TokenPlace place(s, token);
   while (schedule.next(split)) {
     if constexpr (kQueryInRegisters) {
       // A Q tile in the ring passes every barrier of its place. The score warps free it only after
@@ -135,7 +152,7 @@ __device__ __forceinline__ void token_role(const MlaDecodeParams& p, Storage& s)
       const bool inside = page * kBlockSize + token < split.seqlen;
       const bool masked = (page / kPages + 1) * kBlockN > limit;
       MBARRIER_WAIT(shared_address(&s.barriers.stage_full[ring.index]), ring.phase);
-      prepare_token(s, ring.index, token, inside, masked);
+      prepare_token(s, place, ring.index, token, inside, masked);
       announce_tokens(s, ring.index);
       ring.advance();
     }

@@ -11,6 +11,7 @@
 #include "mla_decode/storage.cuh"
 #include "mla_decode/trace.cuh"
 #include "ptx/fence.cuh"
+#include "ptx/ld_shared.cuh"
 #include "ptx/math.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/wgmma.cuh"
@@ -36,13 +37,19 @@ constexpr bool kLoadAhead = kRows <= 32;
 
 using Outputs = float[kOutputChunks][kTileRegisters];
 
-// V of 64 dims and 32 tokens as ldmatrix delivers it.
-__device__ __forceinline__ void load_values(unsigned (&raw)[4], unsigned latent, int half,
-                                            int chunk, int step) {
+// Where a lane's 16 bytes of V lie in a stage: the warpgroup's first chunk, tokens 0 .. 31.
+__device__ __forceinline__ unsigned value_offset(int half) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
-  const int unit = (4 * (chunk & 1) + warp) ^ (lane & 7);
-  ldmatrix_x4_trans(raw, latent + (2 * half + (chunk >> 1)) * kChunkBytes +
-                             (32 * step + lane) * 128 + unit * 16);
+  unsigned at = 2 * half * kChunkBytes + lane * 128 + ((warp ^ (lane & 7)) << 4);
+  keep_in_register(at);
+  return at;
+}
+
+// V of 64 dims and 32 tokens as ldmatrix delivers it. `at`: value_offset from the stage's address; an
+// odd chunk is the other half of the 128-byte rows.
+__device__ __forceinline__ void load_values(unsigned (&raw)[4], unsigned at, int chunk, int step) {
+  const unsigned half_row = (chunk & 1) != 0 ? at ^ 64 : at;
+  ldmatrix_x4_trans(raw, half_row + (chunk >> 1) * kChunkBytes + 32 * 128 * step);
 }
 
 // The A fragment of V^T for one k32 step. Rows: dims 2 (lane / 4) and + 1; slots of its columns hold
@@ -110,14 +117,13 @@ __device__ __forceinline__ unsigned long long weights_desc(const Storage& s, uns
 
 using ChunkValues = unsigned[2 * kPages][4];  // a k32 step each
 
-// Load V of one chunk.
-__device__ __forceinline__ void load_chunk(ChunkValues& raw, const Storage& s, int half,
-                                           const unsigned (&stage)[kPages], int chunk) {
+// Load V of one chunk. `at`: value_offset from each page's stage.
+__device__ __forceinline__ void load_chunk(ChunkValues& raw, const unsigned (&at)[kPages],
+                                           int chunk) {
 #pragma unroll
   for (int page = 0; page < kPages; ++page) {
-    const unsigned latent = shared_address(s.stages[stage[page]].latent);
-    load_values(raw[2 * page], latent, half, chunk, 0);
-    load_values(raw[2 * page + 1], latent, half, chunk, 1);
+    load_values(raw[2 * page], at[page], chunk, 0);
+    load_values(raw[2 * page + 1], at[page], chunk, 1);
   }
 }
 
@@ -147,11 +153,21 @@ struct Seen {
   bool pages[kPages] = {};
 };
 
+// A page's own barrier makes what the copy wrote visible; the token warps waited for it, on whose
+// arrival the score warps waited, on whose arrival the output warps do, so it need not be asked
+// again. racecheck follows no such chain. Up to 32 rows memory is the limit and asking is free.
+#if SNAPMLA_DEBUG
+constexpr bool kAskPages = true;
+#else
+constexpr bool kAskPages = kQueryInRegisters;
+#endif
+
 // The blocks of a split, in order.
 struct OutputLoop {
   const MlaDecodeParams& p;
   Storage& s;
   const int half;
+  const unsigned offset;  // value_offset
   Ring<kStages> stage;    // of the next page
   Ring<kBuffers> buffer;  // of the next block
   Seen seen;
@@ -160,6 +176,7 @@ struct OutputLoop {
   __device__ __forceinline__ void look_ahead() {
     seen.weights = mbarrier_test_wait_parity(
         shared_address(&s.barriers.weights_full[buffer.index]), buffer.phase);
+    if constexpr (!kAskPages) return;
     Ring<kStages> at = stage;
 #pragma unroll
     for (int page = 0; page < kPages; ++page) {
@@ -176,10 +193,9 @@ struct OutputLoop {
     }
     fence_proxy_async_shared();  // P was written by the score warps, the tensor core reads it
     profile.mark(kProfileWaitWeights);
-    // The copies' own barriers make their writes visible to this thread; they completed long ago.
 #pragma unroll
     for (int page = 0; page < kPages; ++page) {
-      if (!seen.pages[page]) {
+      if (kAskPages && !seen.pages[page]) {
         MBARRIER_WAIT(shared_address(&s.barriers.stage_full[stage.index]), stage.phase);
       }
       pages[page] = stage.index;
@@ -197,7 +213,12 @@ struct OutputLoop {
     const unsigned at = take_block(pages);
     const unsigned long long weights = weights_desc(s, at);
     ChunkValues raw, a;
-    load_chunk(raw, s, half, pages, 0);
+    unsigned values[kPages];
+#pragma unroll
+    for (int page = 0; page < kPages; ++page) {
+      values[page] = shared_address(s.stages[pages[page]].latent) + offset;
+    }
+    load_chunk(raw, values, 0);
     const int4 raised = *reinterpret_cast<const int4*>(s.raised[at]);
     if (raised.x | raised.y | raised.z | raised.w) scale_outputs(o, s.raise_factor[at]);
     RowFactors factor;
@@ -205,7 +226,7 @@ struct OutputLoop {
 #pragma unroll
     for (int chunk = 0; chunk < kOutputChunks; ++chunk) {
       const bool last = chunk + 1 == kOutputChunks;
-      if (!kLoadAhead && chunk > 0) load_chunk(raw, s, half, pages, chunk);
+      if (!kLoadAhead && chunk > 0) load_chunk(raw, values, chunk);
 #pragma unroll
       for (int step = 0; step < 2 * kPages; ++step) transpose_values(a[step], raw[step]);
 #pragma unroll
@@ -214,7 +235,7 @@ struct OutputLoop {
         issue_part(tile, a, weights + part * (kPartRows * kBlockN >> 4));
         if (last && part == 0) release_pages(s, pages);
         if (last && part == kParts - 1) look_ahead();
-        if (kLoadAhead && !last && part == 0) load_chunk(raw, s, half, pages, chunk + 1);
+        if (kLoadAhead && !last && part == 0) load_chunk(raw, values, chunk + 1);
         wgmma_wait_group<0>();
         promote(o[chunk], tile, factor, part);
         trace.chunk(chunk, part, tile, o[chunk]);
@@ -268,7 +289,7 @@ __device__ __forceinline__ void store_outputs(const Outputs& o, const MlaDecodeP
 __device__ __forceinline__ void output_role(const MlaDecodeParams& p, Storage& s, int half) {
   Schedule schedule(p);
   Split split;
-  OutputLoop loop{p, s, half};
+  OutputLoop loop{p, s, half, value_offset(half)};
   unsigned phase = 0;
   while (schedule.next(split)) {
     Outputs o = {};

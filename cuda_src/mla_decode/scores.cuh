@@ -63,15 +63,17 @@ constexpr int kPieceSteps = kScoreSteps / kScorePieces;
 struct PageOperands {
   unsigned long long key, key_rope, query, query_rope;
 
-  // Bases uniform over the warp keep the descriptors in uniform registers.
+  // A base that is uniform over the warp keeps the descriptors in uniform registers. Those of Q are
+  // told by their distance from K's: a descriptor built anew in each block is one register pair,
+  // which a step advances by one addition; one that stays from block to block takes three.
   __device__ __forceinline__ PageOperands(const Storage& s, unsigned stage) {
     const unsigned base = __shfl_sync(0xffffffffu, shared_address(s.stages[stage].latent), 0);
     key = wgmma_desc_sw128(base);
     key_rope = wgmma_desc_sw128(base + kLatentBytes);
     if constexpr (!kQueryInRegisters) {
-      const unsigned at = __shfl_sync(0xffffffffu, shared_address(s.stages[kStages].latent), 0);
-      query = wgmma_desc_sw128(at);
-      query_rope = wgmma_desc_sw128(at + kLatentBytes);
+      const unsigned long long distance = (kStages - stage) * (sizeof(Stage) >> 4);
+      query = key + distance;
+      query_rope = key_rope + distance;
     }
   }
 };

@@ -23,6 +23,10 @@ enum ScoreInterval {
 };
 using ScoreProfile = Profile<kScoreIntervals>;
 
+// Token groups whose terms of l are summed before the hand-over: with Q in registers there is no
+// room for their factors then.
+constexpr int kEarlySums = kQueryInRegisters ? 0 : 4;
+
 using Scores = float[kPages][kScores];
 using PerRow = float[kHalves];
 
@@ -55,6 +59,18 @@ struct TokenScales {
     const unsigned from = shared_address(token_scale + (threadIdx.x & 3));
 #pragma unroll
     for (int j = 0; j < 8; ++j) pair[j] = ld_shared_v4_f32(from + 64 * j);
+  }
+};
+
+// rk of the token groups kBegin .. kEnd - 1 of those columns ([S7]).
+template <int kBegin, int kEnd>
+struct TokenInverses {
+  float2 pair[kEnd > kBegin ? kEnd - kBegin : 1];
+
+  __device__ __forceinline__ explicit TokenInverses(const float2* token_inverse) {
+    const unsigned from = shared_address(token_inverse + 4 * kBegin + (threadIdx.x & 3));
+#pragma unroll
+    for (int j = 0; j < kEnd - kBegin; ++j) pair[j] = ld_shared_v2_f32(from + 32 * j);
   }
 };
 
@@ -106,22 +122,32 @@ __device__ __forceinline__ void block_max(PerRow& top, const Scores& u) {
   }
 }
 
-// [S5] e in place of u, and the terms of l ([S7]), of a page's token groups kBegin .. kEnd - 1.
+// [S5] e in place of u, of a page's token groups kBegin .. kEnd - 1.
 template <int kBegin, int kEnd>
-__device__ __forceinline__ void logits_to_weights(float (&x)[kScores], PerRow& lane_sum,
-                                                  const PerRow& n, const float2* token_inverse) {
-  const int lane = threadIdx.x & 3;
+__device__ __forceinline__ void logits_to_weights(float (&x)[kScores], const PerRow& n) {
 #pragma unroll
   for (int j = kBegin; j < kEnd; ++j) {
-    const float2 inverse = token_inverse[4 * j + lane];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       float& first = x[4 * j + 2 * half];
       float& second = x[4 * j + 2 * half + 1];
       first = ex2_approx_ftz(__fsub_rn(first, n[half]));
       second = ex2_approx_ftz(__fsub_rn(second, n[half]));
-      lane_sum[half] = __fmaf_rn(first, inverse.x, lane_sum[half]);
-      lane_sum[half] = __fmaf_rn(second, inverse.y, lane_sum[half]);
+    }
+  }
+}
+
+// [S7] the terms of l of the same groups, in order.
+template <int kBegin, int kEnd>
+__device__ __forceinline__ void sum_weights(PerRow& lane_sum, const float (&x)[kScores],
+                                            const TokenInverses<kBegin, kEnd>& inverses) {
+#pragma unroll
+  for (int j = kBegin; j < kEnd; ++j) {
+    const float2 inverse = inverses.pair[j - kBegin];
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      lane_sum[half] = __fmaf_rn(x[4 * j + 2 * half], inverse.x, lane_sum[half]);
+      lane_sum[half] = __fmaf_rn(x[4 * j + 2 * half + 1], inverse.y, lane_sum[half]);
     }
   }
 }
@@ -181,17 +207,17 @@ __device__ __forceinline__ void add_row_sums(Rows& rows, const PerRow& lane_sum,
 __device__ __forceinline__ void store_factors(Storage& s, unsigned buffer, const PerRow& t,
                                               const PerRow& r, bool first) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
+  const bool writes = (lane & 3) == 0 && lane_has_rows(lane);
   bool rose = false;
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     rose |= r[half] != 1.0f;
-    if ((lane & 3) != 0 || !lane_has_rows(lane)) continue;
     const int at = factor_index(row_of(warp, lane, half));
-    s.block_factor[buffer][at] = t[half];
-    s.raise_factor[buffer][at] = r[half];
+    st_shared_if(writes, shared_address(&s.block_factor[buffer][at]), t[half]);
+    st_shared_if(writes, shared_address(&s.raise_factor[buffer][at]), r[half]);
   }
   const bool raised = __any_sync(0xffffffffu, rose && lane_has_rows(lane)) && !first;
-  if (lane == 0) s.raised[buffer][warp] = raised;
+  st_shared_if(lane == 0, shared_address(&s.raised[buffer][warp]), __int_as_float(raised));
 }
 
 // [S9] 1 / L for the output warps, and the rows' lse.
@@ -305,11 +331,14 @@ struct ScoreLoop {
     const int start = block * kBlockN;
     block_max(top, x);
     // Holding changes nothing while the maximum is moderate; a NaN maximum cannot occur.
-    bool extreme = false;
+    bool unusual = start + kBlockN > min_limit;
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) extreme |= !(fabsf(top[half]) < kLogitSafe);
-    const bool masked = start + kBlockN > min_limit;
-    if (masked || __any_sync(0xffffffffu, extreme)) {
+    for (int half = 0; half < kHalves; ++half) {
+      unusual |= !(fabsf(top[half]) < kLogitSafe);
+      n[half] = __fsub_ru(top[half], kLog2Fp8Max);
+      keep_in_register(n[half]);  // computed while the vote below is on its way
+    }
+    if (__builtin_expect(__any_sync(0xffffffffu, unusual), 0)) {
 #pragma unroll
       for (int page = 0; page < kPages; ++page) {
         int local[kHalves];
@@ -321,25 +350,20 @@ struct ScoreLoop {
       }
       block_max(top, x);
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) top[half] = fmaxf(top[half], kNegInf);
-    }
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      n[half] = top[half] == kNegInf ? 0.0f : __fsub_ru(top[half], kLog2Fp8Max);
+      for (int half = 0; half < kHalves; ++half) {
+        top[half] = fmaxf(top[half], kNegInf);
+        n[half] = top[half] == kNegInf ? 0.0f : __fsub_ru(top[half], kLog2Fp8Max);
+      }
     }
   }
 
-  // [S7] and the hand-over of the block.
-  __device__ __forceinline__ void weigh_end(const PerRow& top, const PerRow& n, const PerRow& t,
-                                            const PerRow& r, const PerRow& lane_sum, bool first,
-                                            const TraceBlock& trace) {
-    add_row_sums(rows, lane_sum, t, r);
+  // The hand-over of the block.
+  __device__ __forceinline__ void publish(const PerRow& t, const PerRow& r, bool first) {
     profile.mark(kProfileSoftmax);
     store_factors(s, buffer.index, t, r, first);
     // The readers fence P for the tensor core (output_role).
     warp_arrive(shared_address(&s.barriers.weights_full[buffer.index]));
     buffer.advance();
-    trace.rows(top, n, t, r, rows.reference, rows.row_sum);
     profile.mark(kProfilePublish);
   }
 
@@ -357,6 +381,9 @@ struct ScoreLoop {
   }
 
   // One page a block: weight `x` while S of the next page is issued into `next`, piece by piece.
+  // Loads from shared memory take twice as long beside S, and one that is waited for beside it
+  // holds up what is ready: so token factors come before S is on its way, and the terms of l that
+  // have no registers for theirs by then are summed when the block has been handed over.
   template <bool kNext>
   __device__ __forceinline__ void weigh_page(Scores& x, unsigned& from, Scores& next, int block,
                                              const Split& split, const QueryFragments& q) {
@@ -365,7 +392,6 @@ struct ScoreLoop {
     trace.scores(x);
     const unsigned own = from;
     if constexpr (kNext) from = take_page();
-    // Before S of the next page is on its way: beside it each of these loads takes twice as long.
     const TokenScales scales(s.token_scale[own]);
     const PageOperands at(s, from);
     issue<kNext, 0>(next[0], q, at);
@@ -373,16 +399,22 @@ struct ScoreLoop {
     issue<kNext, 1>(next[0], q, at);
     find_max(x, block, top, n);
     raise_rows(rows, top, n, t, r);
-    issue<kNext, 2>(next[0], q, at);
-    logits_to_weights<0, 4>(x[0], lane_sum, n, s.token_inverse[own]);
     const bool buffer_seen = look_for_buffer();
+    const TokenInverses<0, kEarlySums> early(s.token_inverse[own]);
+    issue<kNext, 2>(next[0], q, at);
+    logits_to_weights<0, 4>(x[0], n);
     issue<kNext, 3>(next[0], q, at);
-    logits_to_weights<4, 8>(x[0], lane_sum, n, s.token_inverse[own]);
+    sum_weights(lane_sum, x[0], early);
+    logits_to_weights<4, 8>(x[0], n);
     trace.weights(x[0], 0);
     wait_buffer(buffer_seen);
     store_weights(s.weights[buffer.index], x[0], 0);
+    const TokenInverses<kEarlySums, 8> late(s.token_inverse[own]);
     if constexpr (kNext) look_for_page();
-    weigh_end(top, n, t, r, lane_sum, block == split.begin, trace);
+    publish(t, r, block == split.begin);
+    sum_weights(lane_sum, x[0], late);
+    add_row_sums(rows, lane_sum, t, r);
+    trace.rows(top, n, t, r, rows.reference, rows.row_sum);
     if constexpr (kNext) wait_scores();
   }
 
@@ -422,13 +454,17 @@ struct ScoreLoop {
     raise_rows(rows, top, n, t, r);
 #pragma unroll
     for (int page = 0; page < kPages; ++page) {
-      logits_to_weights<0, 8>(x[page], lane_sum, n, s.token_inverse[from[page]]);
+      const TokenInverses<0, 8> inverses(s.token_inverse[from[page]]);
+      logits_to_weights<0, 8>(x[page], n);
+      sum_weights(lane_sum, x[page], inverses);
       trace.weights(x[page], page);
       if (page == 0) wait_buffer(false);
       store_weights(s.weights[buffer.index], x[page], page);
       if constexpr (kNext) from[page] = issue(x[page], q);
     }
-    weigh_end(top, n, t, r, lane_sum, block == split.begin, trace);
+    add_row_sums(rows, lane_sum, t, r);
+    publish(t, r, block == split.begin);
+    trace.rows(top, n, t, r, rows.reference, rows.row_sum);
     if constexpr (kNext) wait_scores();
   }
 

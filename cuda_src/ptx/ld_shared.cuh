@@ -7,6 +7,7 @@
 // Nothing: but the compiler no longer knows how x came about, so it cannot compute it once more
 // instead of keeping it.
 __device__ __forceinline__ void keep_in_register(unsigned& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void keep_in_register(float& x) { asm volatile("" : "+f"(x)); }
 
 // ld.shared.v4.u32: 16 bytes; 16-byte aligned.
 __device__ __forceinline__ uint4 ld_shared_v4(unsigned from) {
@@ -28,6 +29,13 @@ __device__ __forceinline__ float4 ld_shared_v4_f32(unsigned from) {
   return x;
 }
 
+// ld.shared.v2.f32: 8 bytes; 8-byte aligned.
+__device__ __forceinline__ float2 ld_shared_v2_f32(unsigned from) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+  return x;
+}
+
 // ld.shared.u32: one element, 4-byte aligned.
 __device__ __forceinline__ unsigned ld_shared_u32(unsigned from) {
   unsigned x;
@@ -45,4 +53,16 @@ __device__ __forceinline__ ulonglong2 ld_shared_v2_u64(unsigned from) {
 // st.shared.u32: one element, 4-byte aligned.
 __device__ __forceinline__ void st_shared_u32(unsigned to, unsigned x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+
+// st.shared.b32 where `condition` holds: a predicate of the store, never a branch around it.
+__device__ __forceinline__ void st_shared_if(bool condition, unsigned to, float x) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %0, 0;\n"
+      "@p st.shared.f32 [%1], %2;\n"
+      "}" ::"r"(static_cast<unsigned>(condition)),
+      "r"(to), "f"(x)
+      : "memory");
 }

@@ -97,7 +97,10 @@ def check_plan(plan: DecodePlan, seqlens: np.ndarray) -> None:
         assert max(costs) <= total / config.num_parts + longest
     else:
         total = sum(blocks) + overhead * len(blocks)
-        assert max(costs) <= -(-total // config.num_parts) + overhead
+        assert max(costs) <= -(-total // config.num_parts) + overhead + config.remainder_blocks
+        # What is cut off a request is worth a split of its own.
+        for req, split, begin, _ in splits_of(plan, seqlens):
+            assert split == 0 or blocks[req] - begin > config.remainder_blocks
     # The bound that sizes the workspace.
     assert plan.num_splits[-1] <= config.max_total_splits(len(seqlens), int(max(seqlens)))
 
@@ -256,3 +259,26 @@ def test_fixed_splits_go_to_parts_by_the_middle_of_their_cost(
         expected[(before + Fraction(cost, 2)) // share] += cost
         before += cost
     assert part_costs(plan, lengths) == expected
+
+
+@pytest.mark.parametrize("num_heads_q", [64, 128])
+def test_a_short_remainder_is_not_cut_off(num_heads_q):
+    """66 parts would cut one block off every second of 128 equal requests of two row tiles; with one
+    tile the parts are twice as many and nothing has to be cut.
+    """
+    seqlens = np.full(128, 4096, np.int32)
+    plan = plan_decode(seqlens, num_heads_q, 1)
+    assert plan.config.remainder_blocks == (4 if num_heads_q == 128 else 0)
+    np.testing.assert_array_equal(np.diff(plan.num_splits), 1)
+    # One request more than the parts take in whole blocks is cut as ever.
+    assert np.diff(plan_decode(np.full(67, 4096, np.int32), 128, 1).num_splits).max() == 2
+
+
+def test_short_requests_do_not_share_a_part_for_the_sake_of_a_remainder():
+    plan = plan_decode([60, 10], 128, 1)
+    assert [len(splits_of_part) for splits_of_part in _splits_by_part(plan, [60, 10])][:2] == [1, 1]
+
+
+def _splits_by_part(plan, seqlens):
+    alone = (DecodePlan(plan.config, plan.batch, part[None], plan.num_splits) for part in plan.parts)
+    return [list(splits_of(one, np.asarray(seqlens))) for one in alone]
