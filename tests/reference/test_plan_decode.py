@@ -261,24 +261,19 @@ def test_fixed_splits_go_to_parts_by_the_middle_of_their_cost(
     assert part_costs(plan, lengths) == expected
 
 
-@pytest.mark.parametrize("num_heads_q", [64, 128])
-def test_a_short_remainder_is_not_cut_off(num_heads_q):
-    """66 parts would cut one block off every second of 128 equal requests of two row tiles; with one
-    tile the parts are twice as many and nothing has to be cut.
+@pytest.mark.parametrize(("num_heads_q", "remainder"), [(64, 0), (128, 4)])
+def test_a_short_remainder_is_not_cut_off(num_heads_q: int, remainder: int) -> None:
+    """The payload of 66 parts is one block short of two of 128 equal requests of two row tiles; with
+    one tile the parts are twice as many and nothing has to be cut.
     """
-    seqlens = np.full(128, 4096, np.int32)
-    plan = plan_decode(seqlens, num_heads_q, 1)
-    assert plan.config.remainder_blocks == (4 if num_heads_q == 128 else 0)
+    plan = plan_decode(np.full(128, 4096, np.int32), num_heads_q, 1)
+    assert plan.config.remainder_blocks == remainder
     np.testing.assert_array_equal(np.diff(plan.num_splits), 1)
-    # One request more than the parts take in whole blocks is cut as ever.
+    # One request more than there are parts has to be cut as ever.
     assert np.diff(plan_decode(np.full(67, 4096, np.int32), 128, 1).num_splits).max() == 2
 
 
-def test_short_requests_do_not_share_a_part_for_the_sake_of_a_remainder():
-    plan = plan_decode([60, 10], 128, 1)
-    assert [len(splits_of_part) for splits_of_part in _splits_by_part(plan, [60, 10])][:2] == [1, 1]
-
-
-def _splits_by_part(plan, seqlens):
-    alone = (DecodePlan(plan.config, plan.batch, part[None], plan.num_splits) for part in plan.parts)
-    return [list(splits_of(one, np.asarray(seqlens))) for one in alone]
+def test_a_remainder_does_not_bring_short_requests_together() -> None:
+    seqlens = np.array([60, 10], np.int32)
+    plan = plan_decode(seqlens, 128, 1)
+    assert part_costs(plan, seqlens)[:3] == [1 + plan.config.overhead_blocks] * 2 + [0]
