@@ -263,8 +263,9 @@ def test_fixed_splits_go_to_parts_by_the_middle_of_their_cost(
 
 @pytest.mark.parametrize(("num_heads_q", "remainder"), [(64, 0), (128, 4)])
 def test_a_short_remainder_is_not_cut_off(num_heads_q: int, remainder: int) -> None:
-    """The payload of 66 parts is one block short of two of 128 equal requests of two row tiles; with
-    one tile the parts are twice as many and nothing has to be cut.
+    """The payload of 66 parts is one block short of two of 128 equal requests of two row tiles.
+
+    With one tile the parts are twice as many and nothing has to be cut.
     """
     plan = plan_decode(np.full(128, 4096, np.int32), num_heads_q, 1)
     assert plan.config.remainder_blocks == remainder
