@@ -3,7 +3,7 @@
 //
 //   [L1] blocks = ceil(seqlen / block_n); a request costs blocks + F, also when empty
 //   [L2] without fixed cuts: parts are filled in order up to ceil(total / parts) + F, and beyond it
-//        where at most remainder_blocks of a request would be left
+//        where at most remainder_blocks would be left of a request that the part takes some of
 //   [L3] with fixed cuts: whole splits go to part floor((2 start + cost) parts / (2 total))
 //   [L4] num_splits is cumulative; every request has at least one split
 //

@@ -3,8 +3,9 @@
 [L1] blocks_i = ceil(cache_seqlens[i] / block_n); a request costs blocks_i + F, also when empty.
 [L2] Without fixed cuts, parts are filled in order, each up to payload = ceil(total / parts) + F:
      a request that fits is taken whole, else the part takes what is left of its payload less F,
-     and the next part goes on there. The slack of F keeps equal requests whole. A remainder of at
-     most remainder_blocks is taken as well: with more rows than one tile, merging costs more.
+     and the next part goes on there. The slack of F keeps equal requests whole. Where the part
+     would leave at most remainder_blocks of a request that it takes some of, it takes these as
+     well: with more rows than one tile, merging costs more.
 [L3] With fixed cuts (batch-invariant or a given number of splits) a request falls into splits of
      blocks_per_split blocks; split j, whose cost starts at x of the total, belongs to part
      floor((2 x + cost) * parts / (2 total)): contiguous, balanced, and no split is cut.

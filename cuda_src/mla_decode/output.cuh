@@ -45,8 +45,8 @@ __device__ __forceinline__ unsigned value_offset(int half) {
   return at;
 }
 
-// V of 64 dims and 32 tokens as ldmatrix delivers it. `at`: value_offset from the stage's address; an
-// odd chunk is the other half of the 128-byte rows.
+// V of 64 dims and 32 tokens as ldmatrix delivers it. `at`: value_offset from the stage's address;
+// an odd chunk is the other half of the 128-byte rows.
 __device__ __forceinline__ void load_values(unsigned (&raw)[4], unsigned at, int chunk, int step) {
   const unsigned half_row = (chunk & 1) != 0 ? at ^ 64 : at;
   ldmatrix_x4_trans(raw, half_row + (chunk >> 1) * kChunkBytes + 32 * 128 * step);

@@ -63,7 +63,7 @@ __device__ __forceinline__ int factor_index(int row) {
 struct Barriers {
   unsigned long long query_full;              // Q tile landed (not in ring) query warp -> scores
   unsigned long long query_empty;             // Q tile no longer read       scores -> query warp
-  unsigned long long stage_full[kStages];     // cache block landed          load -> tokens, output (kAskPages)
+  unsigned long long stage_full[kStages];     // cache block landed          load -> tokens, output
   unsigned long long stage_empty[kStages];    // cache block no longer read  output -> load warp
   unsigned long long tokens_ready[kStages];   // token factors, tails zeroed tokens -> scores
   unsigned long long weights_full[kBuffers];  // P and row factors written   scores -> output
