@@ -34,8 +34,8 @@
 //   scores  200 / 120   S, softmax, P, row sums                       mla_decode/weights.cuh
 //   output  144 / 184   two warpgroups, 256 dims each: T and O        mla_decode/output.cuh
 //   load    24          warp 0 cache blocks, 1-2 token factors, 3 Q   mla_decode/load.cuh
-// Shared memory (up to 222 KB): five 40-KB places for cache blocks and Q, 2 P tiles, factors;
-// storage.cuh.
+// Shared memory (219 to 227 KB): five places for cache blocks and Q, four of them with all that belongs
+// to their block, and 2 P tiles with all that belongs to theirs; storage.cuh.
 // Barriers (storage.cuh says who arrives and who waits): a stage goes load -> tokens -> scores ->
 // output -> load; P tiles and row factors go scores -> output -> scores. Output warps take blocks
 // strictly in order, so the order of accumulation is the reference's whatever the timing.
@@ -50,44 +50,60 @@
 #include "ptx/griddep.cuh"
 #include "ptx/setmaxnreg.cuh"
 
-__device__ __forceinline__ void init_barriers(Barriers& b) {
-  mbarrier_init(shared_address(&b.query_full), 1);
-  mbarrier_init_warps(shared_address(&b.query_empty), kScoreWarps);
-  for (int i = 0; i < kStages; ++i) {
-    mbarrier_init(shared_address(&b.stage_full[i]), 1);
-    mbarrier_init_warps(shared_address(&b.stage_empty[i]), kOutputWarps);
-    mbarrier_init_warps(shared_address(&b.tokens_ready[i]), kTokenWarps);
+__device__ __forceinline__ void init_barriers(Storage& s) {
+  mbarrier_init(shared_address(&s.query_full), 1);
+  mbarrier_init_warps(shared_address(&s.query_empty), kScoreWarps);
+  for (Stage& stage : s.stages) {
+    mbarrier_init(shared_address(&stage.full), 1);
+    mbarrier_init_warps(shared_address(&stage.empty), kOutputWarps);
+    mbarrier_init_warps(shared_address(&stage.ready), kTokenWarps);
   }
-  for (int i = 0; i < kBuffers; ++i) {
-    mbarrier_init_warps(shared_address(&b.weights_full[i]), kScoreWarps);
-    mbarrier_init_warps(shared_address(&b.weights_empty[i]), kOutputWarps);
+  for (Weights& weights : s.weights) {
+    mbarrier_init_warps(shared_address(&weights.full), kScoreWarps);
+    mbarrier_init_warps(shared_address(&weights.empty), kOutputWarps);
   }
-  mbarrier_init_warps(shared_address(&b.sum_full), kScoreWarps);
-  mbarrier_init_warps(shared_address(&b.sum_empty), kOutputWarps);
+  mbarrier_init_warps(shared_address(&s.sum_full), kScoreWarps);
+  mbarrier_init_warps(shared_address(&s.sum_empty), kOutputWarps);
   fence_mbarrier_init();
 }
 
+// What all roles find done when they have passed wait_for_start.
 __device__ __forceinline__ void start(const MlaDecodeParams& p, Storage& s) {
-  if (threadIdx.x == 0) {
+#if SNAPMLA_DEBUG
+  // NaN codes wherever nothing has been written yet.
+  unsigned* end = reinterpret_cast<unsigned*>(&s + 1);
+  for (unsigned* at = reinterpret_cast<unsigned*>(&s) + threadIdx.x; at < end; at += kThreads) {
+    *at = 0xffffffffu;
+  }
+  fence_proxy_async_shared();
+  __syncthreads();  // barriers and flags are written after this
+#endif
+  // A warp that has nothing to look up meanwhile.
+  if (threadIdx.x == kProducerRole * kWarpgroup + kQueryWarp * 32) {
     prefetch_tensormap(&p.ckv_map);
     prefetch_tensormap(&p.rope_map);
     prefetch_tensormap(&p.q_nope_map);
     prefetch_tensormap(&p.q_rope_map);
     prefetch_tensormap(&p.k_scale_map);
-    init_barriers(s.barriers);
+    init_barriers(s);
   }
-#if SNAPMLA_DEBUG
-  // NaN codes wherever nothing has been written yet.
-  unsigned* end = reinterpret_cast<unsigned*>(&s.barriers);
-  for (unsigned* at = reinterpret_cast<unsigned*>(&s) + threadIdx.x; at < end; at += kThreads) {
-    *at = 0xffffffffu;
-  }
-  fence_proxy_async_shared();
-  __syncthreads();  // the flags below are written after this
-#endif
   // Score warps without rows never write their flag.
-  if (threadIdx.x < kBuffers * 4) s.raised[threadIdx.x / 4][threadIdx.x % 4] = 0;
-  __syncthreads();
+  if (threadIdx.x < kBuffers * 4) s.weights[threadIdx.x / 4].raised[threadIdx.x % 4] = 0;
+}
+
+__device__ __forceinline__ void producer_role(const MlaDecodeParams& p, Storage& s) {
+  const int warp = (threadIdx.x >> 5) & 3;
+  if (warp == kLoadWarp) {
+    load_role(p, s);
+    griddepcontrol_launch_dependents();
+    return;
+  }
+  wait_for_start();
+  if (warp == kQueryWarp) {
+    query_role(p, s);
+  } else {
+    token_role(p, s);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -95,28 +111,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ unsigned char raw[];
   Storage& s = *reinterpret_cast<Storage*>(raw);
   start(p, s);
-  griddepcontrol_wait();
   const int role = threadIdx.x / kWarpgroup;
-  if (role == kScoreRole) {
+  if (role == kProducerRole) {
+    setmaxnreg_dec<kProducerRegisters>();
+    producer_role(p, s);
+  } else if (role == kScoreRole) {
     if constexpr (kScoreRegisters < kRegistersAtLaunch) {
       setmaxnreg_dec<kScoreRegisters>();
     } else {
       setmaxnreg_inc<kScoreRegisters>();
     }
+    wait_for_start();
     score_role(p, s);
-  } else if (role == kProducerRole) {
-    setmaxnreg_dec<kProducerRegisters>();
-    const int warp = (threadIdx.x >> 5) & 3;
-    if (warp == kLoadWarp) {
-      load_role(p, s);
-      griddepcontrol_launch_dependents();
-    } else if (warp == kQueryWarp) {
-      query_role(p, s);
-    } else {
-      token_role(p, s);
-    }
   } else {
     setmaxnreg_inc<kOutputRegisters>();
+    wait_for_start();
     output_role(p, s, role - kOutputLeftRole);
   }
 }

@@ -1,4 +1,4 @@
-// Waiting on mbarriers, and the counters that say which buffer and which phase are next.
+// Waiting on mbarriers, and arriving at them.
 #pragma once
 
 #include "ptx/mbarrier.cuh"
@@ -66,17 +66,3 @@ __device__ __forceinline__ void warp_arrive(unsigned bar, unsigned count = 1) {
     mbarrier_arrive_count(bar, count);
   }
 }
-
-// Position in a ring of kDepth buffers: `index` names the buffer, `phase` the parity of its barrier.
-template <int kDepth>
-struct Ring {
-  unsigned index = 0;
-  unsigned phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++index == kDepth) {
-      index = 0;
-      phase ^= 1;
-    }
-  }
-};

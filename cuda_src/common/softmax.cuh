@@ -9,6 +9,12 @@
 constexpr float kFltMax = 3.40282346638528859811704183484516925e+38f;
 constexpr float kBf16Max = 3.38953138925153547590470800371487866880e+38f;
 
+// In mla_decode: R of a row that has seen no token ([S6]: -inf), and n of a block that shows it none
+// ([S4]: 0). Finite and so far apart that r = exp2(R - M) and t = exp2(n - R) come out as 0 without a
+// question asked.
+constexpr float kNoReference = -0x1p126f;
+constexpr float kNoLogits = -kFltMax;
+
 // x within [low, high]; a NaN stays NaN (fminf and fmaxf would drop it).
 __device__ __forceinline__ float clamp_keep_nan(float x, float low, float high) {
   return x > high ? high : (x < low ? low : x);

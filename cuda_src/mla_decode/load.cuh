@@ -6,129 +6,168 @@
 #include "common/profile.cuh"
 #include "mla_decode/schedule.cuh"
 #include "mla_decode/storage.cuh"
+#include "ptx/elect.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/ld_shared.cuh"
 #include "ptx/tma.cuh"
 
 // Start the copies of cache block `page` into a stage (one thread).
-__device__ __forceinline__ void load_block(const MlaDecodeParams& p, Storage& s, unsigned stage,
-                                           int page, unsigned long long policy) {
-  const unsigned bar = shared_address(&s.barriers.stage_full[stage]);
+__device__ __forceinline__ void load_block(const MlaDecodeParams& p, unsigned stage, int page,
+                                           unsigned long long policy) {
+  const unsigned bar = full_barrier(stage);
   mbarrier_arrive_expect_tx(bar, kStageTxBytes);
-  tma_load_4d(shared_address(s.stages[stage].latent), &p.ckv_map, bar, policy, 0, 0, 0, page);
-  tma_load_3d(shared_address(s.stages[stage].rope), &p.rope_map, bar, policy, 0, 0, page);
-  tma_load_2d(shared_address(s.scale[stage]), &p.k_scale_map, bar, policy, 0,
+  tma_load_4d(stage, &p.ckv_map, bar, policy, 0, 0, 0, page);
+  tma_load_3d(stage + kLatentBytes, &p.rope_map, bar, policy, 0, 0, page);
+  tma_load_2d(stage + OFFSET_OF(Stage, scale), &p.k_scale_map, bar, policy, 0,
               page * p.k_scale_step);
 }
 
 // Start the copies of a split's Q tile (one thread). Rows beyond the request's are zero-filled.
-__device__ __forceinline__ void load_query_tile(const MlaDecodeParams& p, Stage& tile, unsigned bar,
-                                                int req, unsigned long long policy) {
+__device__ __forceinline__ void load_query_tile(const MlaDecodeParams& p, unsigned tile,
+                                                unsigned bar, int req,
+                                                unsigned long long policy) {
   const int row = blockIdx.x * kTileM;
   mbarrier_arrive_expect_tx(bar, kQueryTxBytes);
   for (int chunk = 0; chunk < kChunks; ++chunk) {
-    tma_load_3d(shared_address(tile.latent + chunk * kChunkBytes), &p.q_nope_map, bar, policy,
-                chunk * 128, row, req);
+    tma_load_3d(tile + chunk * kChunkBytes, &p.q_nope_map, bar, policy, chunk * 128, row, req);
   }
-  tma_load_3d(shared_address(tile.rope), &p.q_rope_map, bar, policy, 0, row, req);
+  tma_load_3d(tile + kLatentBytes, &p.q_rope_map, bar, policy, 0, row, req);
 }
 
-// Load warp: all cache blocks of the CTA, as early as stages are free. Page ids are read by the
-// whole warp, 32 at a time and one batch ahead, so no copy waits for its id.
-__device__ __forceinline__ void load_role(const MlaDecodeParams& p, Storage& s) {
-  const int lane = threadIdx.x & 31;
-  const unsigned long long policy = createpolicy_evict_first();
-  const unsigned long long query_policy = createpolicy_evict_last();
-  Schedule schedule(p);
-  Split split;
-  Ring<kStages> ring;
-  Profile<2> profile;  // waiting for a free stage; the rest
-  while (schedule.next(split)) {
-    if constexpr (kQueryInRegisters) {
-      if (lane == 0) {
-        MBARRIER_WAIT(shared_address(&s.barriers.stage_empty[ring.index]), ring.phase ^ 1);
-        load_query_tile(p, s.stages[ring.index],
-                        shared_address(&s.barriers.stage_full[ring.index]), split.req, query_policy);
-      }
-      __syncwarp();
-      ring.advance();
+// Page ids of a split, read by the whole warp, 32 at a time and one batch ahead, so that no copy waits
+// for its id.
+class PageIds {
+ public:
+  __device__ __forceinline__ void open(const MlaDecodeParams& p, const Split& split) {
+    table_ = p.block_table + split.req * p.block_table_stride;
+    end_ = min(split.end * kPages, (split.seqlen + kBlockSize - 1) / kBlockSize);
+    next_ = split.begin * kPages;
+    read();
+  }
+
+  // The ids of the next 32 pages, one a lane; 0 where no page exists.
+  __device__ __forceinline__ int take() {
+    const int ids = ahead_;
+    read();
+    return ids;
+  }
+
+ private:
+  __device__ __forceinline__ void read() {
+    const int page = next_ + (threadIdx.x & 31);
+    ahead_ = page < end_ ? table_[page] : 0;
+    next_ += 32;
+  }
+
+  const int* table_;
+  int end_, next_, ahead_;
+};
+
+// The cache block of one page into the next stage. Exists: an odd number of pages leaves half a block
+// of two.
+__device__ __forceinline__ void load_page(const MlaDecodeParams& p, const StageRing& ring, int id,
+                                          bool exists, unsigned long long policy,
+                                          Profile<2>& profile) {
+  DEVICE_CHECK(id >= 0 && id < p.num_blocks);
+  if (!elect_one()) return;
+  profile.mark(1);
+  MBARRIER_WAIT(empty_barrier(ring.at), ring.phase ^ 1);
+  profile.mark(0);
+  if (exists) {
+    load_block(p, ring.at, id, policy);
+  } else {
+    mbarrier_arrive(full_barrier(ring.at));
+  }
+}
+
+// All cache blocks of a split, and before them its Q tile where it passes through the ring.
+__device__ __forceinline__ void load_split(const MlaDecodeParams& p, StageRing& ring,
+                                           const Split& split, PageIds& pages,
+                                           unsigned long long policy, Profile<2>& profile) {
+  if constexpr (kQueryInRegisters) {
+    if (elect_one()) {
+      MBARRIER_WAIT(empty_barrier(ring.at), ring.phase ^ 1);
+      load_query_tile(p, ring.at, full_barrier(ring.at), split.req, createpolicy_evict_last());
     }
-    const int* table = p.block_table + split.req * p.block_table_stride;
-    const int first = split.begin * kPages, end = split.end * kPages;
-    const int last = (split.seqlen + kBlockSize - 1) / kBlockSize;  // pages that exist
-    int ids = 0;
-    int ahead = first + lane < min(end, last) ? table[first + lane] : 0;
-    for (int page = first; page < end; ++page) {
-      const int offset = (page - first) & 31;
-      if (offset == 0) {
-        ids = ahead;
-        ahead = page + 32 + lane < min(end, last) ? table[page + 32 + lane] : 0;
-      }
-      const int id = __shfl_sync(0xffffffffu, ids, offset);
-      DEVICE_CHECK(id >= 0 && id < p.num_blocks);
-      if (lane == 0) {
-        profile.mark(1);
-        MBARRIER_WAIT(shared_address(&s.barriers.stage_empty[ring.index]), ring.phase ^ 1);
-        profile.mark(0);
-        if (kPages == 1 || page < last) {  // an odd number of pages leaves half a block of two
-          load_block(p, s, ring.index, id, policy);
-        } else {
-          mbarrier_arrive(shared_address(&s.barriers.stage_full[ring.index]));
-        }
-      }
+    __syncwarp();
+    ring.advance();
+  }
+  const int last = (split.seqlen + kBlockSize - 1) / kBlockSize;
+  const int end = split.end * kPages;
+  for (int first = split.begin * kPages; first < end; first += 32) {
+    const int ids = pages.take();
+    const int count = min(32, end - first);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const bool exists = kPages == 1 || first + i < last;
+      load_page(p, ring, __shfl_sync(0xffffffffu, ids, i), exists, policy, profile);
       __syncwarp();
       ring.advance();
     }
   }
-  if (lane == 0) profile.store(profile_slot(p, kProducerRole));
+}
+
+// Load warp: all cache blocks of the CTA, as early as stages are free. The first page ids are looked
+// up while the other warps make the storage ready.
+__device__ __forceinline__ void load_role(const MlaDecodeParams& p, Storage& s) {
+  griddepcontrol_wait();
+  const unsigned long long policy = createpolicy_evict_first();
+  Schedule schedule(p);
+  Split split;
+  StageRing ring(s);
+  Profile<2> profile;  // waiting for a free stage; the rest
+  PageIds pages;
+  bool started = false;
+  while (schedule.next(split)) {
+    pages.open(p, split);
+    if (!started) wait_for_storage();
+    started = true;
+    load_split(p, ring, split, pages, policy, profile);
+  }
+  if (!started) wait_for_storage();
+  if (elect_one()) profile.store(profile_slot(p, kProducerRole));
 }
 
 // Zero one token's latent and RoPE in a stage: rows stay whole under the swizzle.
-__device__ __forceinline__ void zero_token(Stage& stage, int token) {
-  const float4 zero = make_float4(0.f, 0.f, 0.f, 0.f);
+__device__ __forceinline__ void zero_token(unsigned stage, int token) {
 #pragma unroll 1
-  for (int i = 0; i < 8; ++i) {
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      reinterpret_cast<float4*>(stage.latent + chunk * kChunkBytes + token * 128)[i] = zero;
-    }
-    reinterpret_cast<float4*>(stage.rope + token * 128)[i] = zero;
+  for (int chunk = 0; chunk <= kChunks; ++chunk) {  // RoPE follows the last chunk
+    const unsigned row = stage + chunk * kChunkBytes + token * 128;
+    for (int i = 0; i < 8; ++i) st_shared_v4(row + 16 * i, make_uint4(0, 0, 0, 0));
   }
 }
 
-// Where a lane's token lies in the factor arrays of stage 0, as shared addresses.
-struct TokenPlace {
-  unsigned scale, pair;
+// Where a token's factors are, from the stage's address.
+struct TokenPlaces {
+  unsigned scale, pair, inverse;
 
-  __device__ __forceinline__ TokenPlace(const Storage& s, int token)
-      : scale(shared_address(&s.scale[0][token])),
-        pair(shared_address(&s.token_scale[0][token >> 1]) + 4 * (token & 1)) {
+  __device__ __forceinline__ explicit TokenPlaces(int token)
+      : scale(OFFSET_OF(Stage, scale) + 4 * token),
+        pair(OFFSET_OF(Stage, token_scale) + 16 * (token >> 1) + 4 * (token & 1)),
+        inverse(OFFSET_OF(Stage, token_inverse) + 4 * inverse_index(token)) {
     keep_in_register(scale);
     keep_in_register(pair);
+    keep_in_register(inverse);
   }
 };
 
 // [S1] One token's factors. In a block that hides tokens from some row, tokens beyond the length
-// and NaN tokens are zeroed, so that 0 x NaN cannot reach a row that does not see them.
-__device__ __forceinline__ void prepare_token(Storage& s, const TokenPlace& place, unsigned stage,
-                                              int token, bool inside, bool masked) {
-  static_assert(sizeof(Storage::scale) == sizeof(Storage::token_inverse), "a float a token each");
-  constexpr unsigned kInverseOffset = sizeof(Storage::scale) + sizeof(Storage::token_scale);
-  const unsigned scale = place.scale + stage * kScaleBytes;
-  const unsigned pair = place.pair + stage * sizeof(s.token_scale[0]);
-  const float loaded = __uint_as_float(ld_shared_u32(scale));
+// and NaN tokens are zeroed, so that 0 x NaN cannot reach a row that does not see them. The inverse of
+// a token that has none is computed of 1 and dropped: a branch around it costs more.
+__device__ __forceinline__ void prepare_token(unsigned stage, const TokenPlaces& at, int token,
+                                              bool inside, bool masked) {
+  const float loaded = __uint_as_float(ld_shared_u32(stage + at.scale));
   const float ks = inside ? loaded : 0.0f;
   const bool nan = ks != ks;
   if (masked && (!inside || nan)) {
-    zero_token(s.stages[stage], token);
+    zero_token(stage, token);
     fence_proxy_async_shared();
   }
-  st_shared_u32(pair, __float_as_uint(ks));
-  st_shared_u32(pair + 8, __float_as_uint(log2_soft(ks)));
-  st_shared_u32(scale + kInverseOffset, __float_as_uint(inside && !nan ? __frcp_rn(ks) : 0.0f));
-}
-
-__device__ __forceinline__ void announce_tokens(Storage& s, unsigned stage) {
-  warp_arrive(shared_address(&s.barriers.tokens_ready[stage]));
+  st_shared_u32(stage + at.pair, __float_as_uint(ks));
+  st_shared_u32(stage + at.pair + 8, __float_as_uint(log2_soft(ks)));
+  const bool has_inverse = inside && !nan;
+  const float inverse = __frcp_rn(has_inverse ? ks : 1.0f);
+  st_shared_u32(stage + at.inverse, __float_as_uint(has_inverse ? inverse : 0.0f));
 }
 
 // Token warps: one thread a token of the block.
@@ -137,23 +176,26 @@ __device__ __forceinline__ void token_role(const MlaDecodeParams& p, Storage& s)
   const int first_row = blockIdx.x * kTileM;
   Schedule schedule(p);
   Split split;
-  Ring<kStages> ring;
-  const TokenPlace place(s, token);
+  StageRing ring(s);
+  const TokenPlaces places(token);
   while (schedule.next(split)) {
     if constexpr (kQueryInRegisters) {
       // A Q tile in the ring passes every barrier of its place. The score warps free it only after
       // this, so the wait cannot be overtaken by the next phase.
-      MBARRIER_WAIT(shared_address(&s.barriers.stage_full[ring.index]), ring.phase);
-      announce_tokens(s, ring.index);
+      MBARRIER_WAIT(full_barrier(ring.at), ring.phase);
+      warp_arrive(ready_barrier(ring.at));
       ring.advance();
     }
-    const int limit = row_limit(p, first_row, split.seqlen);
-    for (int page = split.begin * kPages; page < split.end * kPages; ++page) {
-      const bool inside = page * kBlockSize + token < split.seqlen;
-      const bool masked = (page / kPages + 1) * kBlockN > limit;
-      MBARRIER_WAIT(shared_address(&s.barriers.stage_full[ring.index]), ring.phase);
-      prepare_token(s, place, ring.index, token, inside, masked);
-      announce_tokens(s, ring.index);
+    // From the page's begin: this lane's token is inside where `left` is positive, and the page's block
+    // hides tokens from a row from page `whole` on.
+    int left = split.seqlen - token - split.begin * kBlockN;
+    const int end = split.end * kPages;
+    const int whole = max(row_limit(p, first_row, split.seqlen), 0) / kBlockN * kPages;
+#pragma unroll 1
+    for (int page = split.begin * kPages; page < end; ++page, left -= kBlockSize) {
+      MBARRIER_WAIT(full_barrier(ring.at), ring.phase);
+      prepare_token(ring.at, places, token, left > 0, page >= whole);
+      warp_arrive(ready_barrier(ring.at));
       ring.advance();
     }
   }
@@ -161,14 +203,15 @@ __device__ __forceinline__ void token_role(const MlaDecodeParams& p, Storage& s)
 
 // Query warp, where Q has a place of its own: the Q tile of each split.
 __device__ __forceinline__ void query_role(const MlaDecodeParams& p, Storage& s) {
-  if (kQueryInRegisters || (threadIdx.x & 31) != 0) return;
+  if constexpr (kQueryInRegisters) return;
+  if ((threadIdx.x & 31) != 0) return;
   const unsigned long long policy = createpolicy_evict_last();
   Schedule schedule(p);
   Split split;
   unsigned phase = 0;
   while (schedule.next(split)) {
-    MBARRIER_WAIT(shared_address(&s.barriers.query_empty), phase ^ 1);
-    load_query_tile(p, s.stages[kStages], shared_address(&s.barriers.query_full), split.req, policy);
+    MBARRIER_WAIT(shared_address(&s.query_empty), phase ^ 1);
+    load_query_tile(p, query_tile(s), shared_address(&s.query_full), split.req, policy);
     phase ^= 1;
   }
 }

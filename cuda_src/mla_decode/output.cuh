@@ -19,7 +19,6 @@
 // Where the output warps' cycles go.
 enum OutputInterval {
   kProfileWaitWeights,  // for P of the next block
-  kProfileWaitStage,    // for the cache block's own barrier
   kProfileOutput,       // T and O
   kProfileStore,        // 1 / L and the outputs
   kOutputIntervals
@@ -37,20 +36,23 @@ constexpr bool kLoadAhead = kRows <= 32;
 
 using Outputs = float[kOutputChunks][kTileRegisters];
 
-// Where a lane's 16 bytes of V lie in a stage: the warpgroup's first chunk, tokens 0 .. 31.
-__device__ __forceinline__ unsigned value_offset(int half) {
-  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
-  unsigned at = 2 * half * kChunkBytes + lane * 128 + ((warp ^ (lane & 7)) << 4);
-  keep_in_register(at);
-  return at;
-}
+// Where a lane reads, from the addresses of what it reads in.
+struct OutputPlaces {
+  // 16 bytes of V in a stage: the warpgroup's first 64-dim chunk and its second, tokens 0 .. 31. The
+  // second chunk is the other half of the 128-byte rows.
+  unsigned even, odd;
+  unsigned factors;  // the row factors of P tile 0, from their array
 
-// V of 64 dims and 32 tokens as ldmatrix delivers it. `at`: value_offset from the stage's address;
-// an odd chunk is the other half of the 128-byte rows.
-__device__ __forceinline__ void load_values(unsigned (&raw)[4], unsigned at, int chunk, int step) {
-  const unsigned half_row = (chunk & 1) != 0 ? at ^ 64 : at;
-  ldmatrix_x4_trans(raw, half_row + (chunk >> 1) * kChunkBytes + 32 * 128 * step);
-}
+  __device__ __forceinline__ OutputPlaces(const Storage& s, int half) {
+    const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
+    even = 2 * half * kChunkBytes + lane * 128 + ((warp ^ (lane & 7)) << 4);
+    odd = even ^ 64;
+    factors = shared_address(s.weights) + (lane & 3) * (kFactorStride * 4);
+    keep_in_register(even);
+    keep_in_register(odd);
+    keep_in_register(factors);
+  }
+};
 
 // The A fragment of V^T for one k32 step. Rows: dims 2 (lane / 4) and + 1; slots of its columns hold
 // tokens in the order of pack_weights.
@@ -61,12 +63,19 @@ __device__ __forceinline__ void transpose_values(unsigned (&a)[4], const unsigne
   a[3] = __byte_perm(raw[2], raw[3], 0x7531);
 }
 
+// Factors of the rows of this thread's columns: four rows an element.
+using RowFactors = float4[kRows / 16];
+
+__device__ __forceinline__ void load_factors(RowFactors& t, unsigned from) {
+#pragma unroll
+  for (int j = 0; j < kRows / 16; ++j) t[j] = ld_shared_v4_f32(from + 16 * j);
+}
+
 // O *= factor by row (columns of the accumulator).
-__device__ __forceinline__ void scale_outputs(Outputs& o, const float* factor) {
-  const float4* mine = reinterpret_cast<const float4*>(factor + (threadIdx.x & 3) * kFactorStride);
+__device__ __forceinline__ void scale_outputs(Outputs& o, unsigned factors) {
 #pragma unroll
   for (int j = 0; j < kRows / 16; ++j) {
-    const float4 f = mine[j];
+    const float4 f = ld_shared_v4_f32(factors + 16 * j);
 #pragma unroll
     for (int c = 0; c < kOutputChunks; ++c) {
       o[c][8 * j + 0] = __fmul_rn(o[c][8 * j + 0], f.x);
@@ -79,15 +88,6 @@ __device__ __forceinline__ void scale_outputs(Outputs& o, const float* factor) {
       o[c][8 * j + 7] = __fmul_rn(o[c][8 * j + 7], f.w);
     }
   }
-}
-
-// Factors of the rows of this thread's columns: four rows an element.
-using RowFactors = float4[kRows / 16];
-
-__device__ __forceinline__ void load_factors(RowFactors& t, const float* factor) {
-  const float4* mine = reinterpret_cast<const float4*>(factor + (threadIdx.x & 3) * kFactorStride);
-#pragma unroll
-  for (int j = 0; j < kRows / 16; ++j) t[j] = mine[j];
 }
 
 // [S8] O = fma(T, t, O) for one part of the rows of a chunk.
@@ -109,21 +109,22 @@ __device__ __forceinline__ void promote(float (&o)[kTileRegisters],
   }
 }
 
-// Matrix descriptor of a P tile and the offset of one k32 step in it.
-__device__ __forceinline__ unsigned long long weights_desc(const Storage& s, unsigned buffer) {
-  const unsigned base = __shfl_sync(0xffffffffu, shared_address(s.weights[buffer]), 0);
+// Matrix descriptor of P tile 0; of the other one, and of a k32 step, by constant distances.
+__device__ __forceinline__ unsigned long long weights_desc(const Storage& s) {
+  const unsigned base = __shfl_sync(0xffffffffu, shared_address(s.weights), 0);
   return kPages == 1 ? wgmma_desc_sw64(base) : wgmma_desc_sw128(base);
 }
 
 using ChunkValues = unsigned[2 * kPages][4];  // a k32 step each
 
-// Load V of one chunk. `at`: value_offset from each page's stage.
-__device__ __forceinline__ void load_chunk(ChunkValues& raw, const unsigned (&at)[kPages],
-                                           int chunk) {
+// V of one chunk as ldmatrix delivers it; stages: of the block's pages.
+__device__ __forceinline__ void load_chunk(ChunkValues& raw, const unsigned (&stages)[kPages],
+                                           const OutputPlaces& places, int chunk) {
+  const unsigned place = ((chunk & 1) != 0 ? places.odd : places.even) + (chunk >> 1) * kChunkBytes;
 #pragma unroll
   for (int page = 0; page < kPages; ++page) {
-    load_values(raw[2 * page], at[page], chunk, 0);
-    load_values(raw[2 * page + 1], at[page], chunk, 1);
+    ldmatrix_x4_trans(raw[2 * page], stages[page] + place);
+    ldmatrix_x4_trans(raw[2 * page + 1], stages[page] + place + 32 * 128);
   }
 }
 
@@ -138,28 +139,13 @@ __device__ __forceinline__ void issue_part(float (&tile)[kPartRegisters], const 
   wgmma_commit_group();
 }
 
-// The block's pages are no longer read.
-__device__ __forceinline__ void release_pages(Storage& s, const unsigned (&stage)[kPages]) {
-#pragma unroll
-  for (int page = 0; page < kPages; ++page) {
-    warp_arrive(shared_address(&s.barriers.stage_empty[stage[page]]));
-  }
-}
-
-// What was there when looked for ahead of need: a test of a barrier takes some 70 cycles even where
-// it succeeds, and here it runs beside the tensor core.
-struct Seen {
-  bool weights = false;
-  bool pages[kPages] = {};
-};
-
 // A page's own barrier makes what the copy wrote visible; the token warps waited for it, on whose
 // arrival the score warps waited, on whose arrival the output warps do, so it need not be asked
-// again. racecheck follows no such chain. Up to 32 rows memory is the limit and asking is free.
+// again. racecheck follows no such chain.
 #if SNAPMLA_DEBUG
 constexpr bool kAskPages = true;
 #else
-constexpr bool kAskPages = kQueryInRegisters;
+constexpr bool kAskPages = false;
 #endif
 
 // The blocks of a split, in order.
@@ -167,91 +153,80 @@ struct OutputLoop {
   const MlaDecodeParams& p;
   Storage& s;
   const int half;
-  const unsigned offset;  // value_offset
-  Ring<kStages> stage;    // of the next page
-  Ring<kBuffers> buffer;  // of the next block
-  Seen seen;
+  const OutputPlaces places;
+  const unsigned long long weights;  // weights_desc
+  StageRing ring;                    // of the next page
+  WeightsPhases phases;
   Profile<kOutputIntervals> profile;
 
-  __device__ __forceinline__ void look_ahead() {
-    seen.weights = mbarrier_test_wait_parity(
-        shared_address(&s.barriers.weights_full[buffer.index]), buffer.phase);
-    if constexpr (!kAskPages) return;
-    Ring<kStages> at = stage;
-#pragma unroll
-    for (int page = 0; page < kPages; ++page) {
-      seen.pages[page] =
-          mbarrier_test_wait_parity(shared_address(&s.barriers.stage_full[at.index]), at.phase);
-      at.advance();
-    }
-  }
+  __device__ __forceinline__ OutputLoop(const MlaDecodeParams& p_, Storage& s_, int half_)
+      : p(p_), s(s_), half(half_), places(s_, half_), weights(weights_desc(s_)), ring(s_) {}
 
-  // Waits for the next block; its pages and its P tile.
-  __device__ __forceinline__ unsigned take_block(unsigned (&pages)[kPages]) {
-    if (!seen.weights) {
-      MBARRIER_WAIT(shared_address(&s.barriers.weights_full[buffer.index]), buffer.phase);
-    }
+  // Waits for the block in P tile `buffer`; the stages of its pages.
+  __device__ __forceinline__ void take_block(unsigned (&stages)[kPages], unsigned buffer) {
+    MBARRIER_WAIT(shared_address(&s.weights[buffer].full), phases.parity(buffer));
+    phases.pass(buffer);
     fence_proxy_async_shared();  // P was written by the score warps, the tensor core reads it
-    profile.mark(kProfileWaitWeights);
 #pragma unroll
     for (int page = 0; page < kPages; ++page) {
-      if (kAskPages && !seen.pages[page]) {
-        MBARRIER_WAIT(shared_address(&s.barriers.stage_full[stage.index]), stage.phase);
-      }
-      pages[page] = stage.index;
-      stage.advance();
+      if (kAskPages) MBARRIER_WAIT(full_barrier(ring.at), ring.phase);
+      stages[page] = ring.at;
+      ring.advance();
     }
-    profile.mark(kProfileWaitStage);
-    const unsigned at = buffer.index;
-    buffer.advance();
-    return at;
+    profile.mark(kProfileWaitWeights);
   }
 
-  // [S8] One block.
-  __device__ __forceinline__ void run_block(Outputs& o, const TraceOutput& trace) {
-    unsigned pages[kPages];
-    const unsigned at = take_block(pages);
-    const unsigned long long weights = weights_desc(s, at);
-    ChunkValues raw, a;
-    unsigned values[kPages];
+  // The block's pages are no longer read.
+  __device__ __forceinline__ void release_pages(const unsigned (&stages)[kPages]) {
 #pragma unroll
-    for (int page = 0; page < kPages; ++page) {
-      values[page] = shared_address(s.stages[pages[page]].latent) + offset;
-    }
-    load_chunk(raw, values, 0);
-    const int4 raised = *reinterpret_cast<const int4*>(s.raised[at]);
-    if (raised.x | raised.y | raised.z | raised.w) scale_outputs(o, s.raise_factor[at]);
+    for (int page = 0; page < kPages; ++page) warp_arrive(empty_barrier(stages[page]));
+  }
+
+  // [S8] One block. `buffer`, its P tile, is known at compile time.
+  __device__ __forceinline__ void run_block(Outputs& o, unsigned buffer, const TraceOutput& trace) {
+    const unsigned kBlockFactor = OFFSET_OF(Weights, block_factor);
+    const unsigned kRaiseFactor = OFFSET_OF(Weights, raise_factor);
+    const unsigned factors = places.factors + buffer * kWeightsBytes;
+    const unsigned long long tile_desc = weights + buffer * (kWeightsBytes >> 4);
+    unsigned stages[kPages];
+    take_block(stages, buffer);
+    ChunkValues raw, a;
+    load_chunk(raw, stages, places, 0);
+    const int4 raised = *reinterpret_cast<const int4*>(s.weights[buffer].raised);
+    if (raised.x | raised.y | raised.z | raised.w) scale_outputs(o, factors + kRaiseFactor);
     RowFactors factor;
-    load_factors(factor, s.block_factor[at]);
+    load_factors(factor, factors + kBlockFactor);
 #pragma unroll
     for (int chunk = 0; chunk < kOutputChunks; ++chunk) {
       const bool last = chunk + 1 == kOutputChunks;
-      if (!kLoadAhead && chunk > 0) load_chunk(raw, values, chunk);
+      if (!kLoadAhead && chunk > 0) load_chunk(raw, stages, places, chunk);
 #pragma unroll
       for (int step = 0; step < 2 * kPages; ++step) transpose_values(a[step], raw[step]);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         float tile[kPartRegisters];
-        issue_part(tile, a, weights + part * (kPartRows * kBlockN >> 4));
-        if (last && part == 0) release_pages(s, pages);
-        if (last && part == kParts - 1) look_ahead();
-        if (kLoadAhead && !last && part == 0) load_chunk(raw, values, chunk + 1);
+        issue_part(tile, a, tile_desc + part * (kPartRows * kBlockN >> 4));
+        if (last && part == 0) release_pages(stages);
+        if (kLoadAhead && !last && part == 0) load_chunk(raw, stages, places, chunk + 1);
         wgmma_wait_group<0>();
         promote(o[chunk], tile, factor, part);
         trace.chunk(chunk, part, tile, o[chunk]);
       }
     }
-    warp_arrive(shared_address(&s.barriers.weights_empty[at]));
+    warp_arrive(shared_address(&s.weights[buffer].empty));
     profile.mark(kProfileOutput);
   }
 
   __device__ __forceinline__ void run(Outputs& o, const Split& split) {
     // The Q tile's place in the ring; not waited for: nothing here would keep it from its next phase.
-    if (kQueryInRegisters) stage.advance();
-    seen = Seen{};
+    if (kQueryInRegisters) ring.advance();
+    int block = split.begin;
 #pragma unroll 1
-    for (int block = split.begin; block < split.end; ++block) {
-      run_block(o, TraceOutput(p, split.req, block, half));
+    while (block < split.end) {
+      run_block(o, 0, TraceOutput(p, split.req, block, half));
+      if (++block == split.end) break;
+      run_block(o, 1, TraceOutput(p, split.req, block, half));
+      ++block;
     }
   }
 };
@@ -260,9 +235,8 @@ struct OutputLoop {
 __device__ __forceinline__ void store_outputs(const Outputs& o, const MlaDecodeParams& p,
                                               const Storage& s, const Split& split, int half) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
-  const int first_split = p.num_splits[split.req];
-  const bool single = p.num_splits[split.req + 1] - first_split == 1;
-  const long long block = single ? split.req : first_split + split.split;
+  const bool single = split.result == kOnlySplit;
+  const long long block = single ? split.req : split.result;
   const int dim = 256 * half + 16 * warp + 2 * (lane >> 2);
 #pragma unroll
   for (int j = 0; j < kRows / 8; ++j) {
@@ -289,14 +263,14 @@ __device__ __forceinline__ void store_outputs(const Outputs& o, const MlaDecodeP
 __device__ __forceinline__ void output_role(const MlaDecodeParams& p, Storage& s, int half) {
   Schedule schedule(p);
   Split split;
-  OutputLoop loop{p, s, half, value_offset(half)};
+  OutputLoop loop(p, s, half);
   unsigned phase = 0;
   while (schedule.next(split)) {
     Outputs o = {};
     loop.run(o, split);
-    MBARRIER_WAIT(shared_address(&s.barriers.sum_full), phase);
+    MBARRIER_WAIT(shared_address(&s.sum_full), phase);
     store_outputs(o, p, s, split, half);
-    warp_arrive(shared_address(&s.barriers.sum_empty));
+    warp_arrive(shared_address(&s.sum_empty));
     phase ^= 1;
     loop.profile.mark(kProfileStore);
   }

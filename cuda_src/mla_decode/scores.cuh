@@ -49,9 +49,9 @@ __device__ __forceinline__ void load_fragments(unsigned (&a)[kSteps][4], unsigne
   }
 }
 
-__device__ __forceinline__ void load_query(QueryFragments& q, const Stage& tile) {
-  load_fragments<kLatentSteps>(q.latent, shared_address(tile.latent));
-  load_fragments<kRopeSteps>(q.rope, shared_address(tile.rope));
+__device__ __forceinline__ void load_query(QueryFragments& q, unsigned tile) {
+  load_fragments<kLatentSteps>(q.latent, tile);
+  load_fragments<kRopeSteps>(q.rope, tile + kLatentBytes);
 }
 
 // S = Q K^T of one page, issued in pieces: the queue of the tensor core holds about five
@@ -61,19 +61,17 @@ constexpr int kScorePieces = 4;
 constexpr int kPieceSteps = kScoreSteps / kScorePieces;
 
 struct PageOperands {
-  unsigned long long key, key_rope, query, query_rope;
+  unsigned long long key, query;
 
-  // A base that is uniform over the warp keeps the descriptors in uniform registers. Those of Q are
-  // told by their distance from K's: a descriptor built anew in each block is one register pair,
-  // which a step advances by one addition; one that stays from block to block takes three.
+  // A base that is uniform over the warp keeps the descriptors in uniform registers. That of Q is
+  // told by its distance from K's: a descriptor built anew in each block is one register pair, which
+  // a step advances by one addition; one that stays from block to block takes three. RoPE lies
+  // behind the latent part.
   __device__ __forceinline__ PageOperands(const Storage& s, unsigned stage) {
-    const unsigned base = __shfl_sync(0xffffffffu, shared_address(s.stages[stage].latent), 0);
+    const unsigned base = __shfl_sync(0xffffffffu, stage, 0);
     key = wgmma_desc_sw128(base);
-    key_rope = wgmma_desc_sw128(base + kLatentBytes);
     if constexpr (!kQueryInRegisters) {
-      const unsigned long long distance = (kStages - stage) * (sizeof(Stage) >> 4);
-      query = key + distance;
-      query_rope = key_rope + distance;
+      query = wgmma_desc_moved(key, (query_tile(s) >> 4) - (base >> 4));
     }
   }
 };
@@ -90,11 +88,11 @@ __device__ __forceinline__ void issue_step(float (&scores)[kScores], const Query
       wgmma_m64n64k32_e4m3_ss(scores, at.query + kOffset, at.key + kOffset, kStep != 0);
     }
   } else {
-    constexpr int kOffset = (kStep - kLatentSteps) * 2;
+    constexpr int kOffset = (kLatentBytes + (kStep - kLatentSteps) * 32) >> 4;
     if constexpr (kQueryInRegisters) {
-      wgmma_m64n64k16_bf16_rs(scores, q.rope[kStep - kLatentSteps], at.key_rope + kOffset, true);
+      wgmma_m64n64k16_bf16_rs(scores, q.rope[kStep - kLatentSteps], at.key + kOffset, true);
     } else {
-      wgmma_m64n64k16_bf16_ss(scores, at.query_rope + kOffset, at.key_rope + kOffset, true);
+      wgmma_m64n64k16_bf16_ss(scores, at.query + kOffset, at.key + kOffset, true);
     }
   }
 }

@@ -4,6 +4,7 @@
 // params trace_req and trace_block; each CTA of the row tiles writes its own rows.
 #pragma once
 
+#include "common/softmax.cuh"
 #include "mla_decode/storage.cuh"
 
 // Layout of the trace buffer in floats, a row tile after the other.
@@ -49,7 +50,10 @@ struct TraceBlock {
     if (!base || !lane_has_rows(lane)) return;
     for (int half = 0; half < kHalves; ++half) {
       const int row = row_of(warp, lane, half);
-      const float values[5] = {top[half], n[half], t[half], r[half], reference[half]};
+      // As the reference has them where nothing was seen.
+      const float shown_n = top[half] == kNegInf ? 0.0f : n[half];
+      const float shown_reference = reference[half] == kNoReference ? kNegInf : reference[half];
+      const float values[5] = {top[half], shown_n, t[half], r[half], shown_reference};
       for (int i = 0; i < 5; ++i) base[kTraceRows + i * kTileM + row] = values[i];
       base[kTraceSums + row * 4 + (lane & 3)] = sum[half];
     }

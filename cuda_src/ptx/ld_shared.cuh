@@ -55,6 +55,13 @@ __device__ __forceinline__ void st_shared_u32(unsigned to, unsigned x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
+// st.shared.v4.u32: 16 bytes; 16-byte aligned.
+__device__ __forceinline__ void st_shared_v4(unsigned to, uint4 x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z),
+               "r"(x.w)
+               : "memory");
+}
+
 // st.shared.b32 where `condition` holds: a predicate of the store, never a branch around it.
 __device__ __forceinline__ void st_shared_if(bool condition, unsigned to, float x) {
   asm volatile(
