@@ -19,7 +19,8 @@
 //
 // May be launched as a dependent of mla_decode. num_splits is read before griddepcontrol.wait:
 // mla_decode signals launch_dependents only after its own wait, so what ran before it (plan_decode,
-// which writes num_splits) has then completed. Everything else is read after the wait.
+// which writes num_splits) has then completed. Everything else is read after the wait. Warps that find
+// nothing to merge end without it, but for those of the first CTA.
 #include "common/log2.cuh"
 #include "common/softmax.cuh"
 #include "mla_combine_params.h"
@@ -498,6 +499,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
       store_lse(p, item.req, with_shape(item.count, MergeItem{p, item, tile, weights, lse2}));
       __syncwarp();  // the tile is read before the next item replaces it
     } else {
+      // A warp without an item touches nothing and need not see mla_decode's end; the first CTA does,
+      // so that this grid does not end before it. Where nothing is split, hundreds of CTAs less have
+      // to end when it has.
+      if (next.count == 0 && blockIdx.x != 0) break;
       griddepcontrol_wait();
       griddepcontrol_launch_dependents();  // they wait for this grid's end before they touch memory
     }

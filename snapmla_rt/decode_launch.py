@@ -12,7 +12,8 @@ too early or overwrite too early:
    mla_decode signals after its last loads are issued and mla_combine once it has waited: both only
    decide when the successor may become resident. One exception: mla_combine reads num_splits before
    its wait. It becomes resident when mla_decode has signalled, which mla_decode does after its own
-   wait, so plan_decode and everything else before mla_decode has completed by then.
+   wait, so plan_decode and everything else before mla_decode has completed by then. Warps of it
+   that find nothing to merge end without a wait; its first CTA always waits.
 2. So a kernel completes only after its predecessor has completed, and by induction after everything
    before it on the stream. In particular the mla_decode of the next layer, or of the next step,
    writes out, o_accum and lse_accum only after the mla_combine that read them has completed: it is
