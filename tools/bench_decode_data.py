@@ -219,9 +219,10 @@ def make_query(case: Case, index: int) -> tuple[TensorView, TensorView, TensorVi
 
 
 class WholeStep:
-    """Preparation (append and query quantisation), decode and combine of one layer in one graph."""
+    """Preparation (append and query quantisation), decode and combine of a layer, `layers` of them
+    one behind the other in one graph. prepares: False leaves the preparation out."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, layers: int = 1, prepares: bool = True) -> None:
         case, pool = call.case, call.pool
         index = pool.bench.device_index
         rng = np.random.default_rng(3)
@@ -233,22 +234,29 @@ class WholeStep:
         k_pe = to_device(rng.standard_normal((new, 64), np.float32).astype(bf16), index).view()
         self.keep: list[Any] = [call, q, kv_c, k_pe]
         self.graphs: list[Graph] = []
-        prepare: Any = api.prepare  # called with its arrays as one sequence
+        self.stream = call.stream
+        steps = []  # (arrays of the preparation, launches of decode and combine) by table
         for prepared, table in zip(call.calls, pool.tables(case), strict=True):
             positions = case.context - case.s_q + np.arange(case.s_q)
             blocks = table[:, positions // BLOCK_SIZE].astype(np.int64)
             slots = to_device((blocks * BLOCK_SIZE + positions % BLOCK_SIZE).reshape(-1), index)
             self.keep.append(slots)
-            arrays = (q, kv_c, k_pe, *pool.planes, slots.view())
-            options = {"out": call.query, "stream": call.stream, "pdl": True}
-            prepare(*arrays, **options)  # compiled and loaded before the capture
+            steps.append(((q, kv_c, k_pe, *pool.planes, slots.view()), prepared.launches))
+        self._prepare(call, steps[0][0])  # compiled and loaded before the capture
+        for first in range(0, max(len(steps) // layers, 1) * layers, layers):
             graph = Graph(index)
             with graph.capture(call.stream):
-                prepare(*arrays, **options)
-                for launch in prepared.launches:
-                    launch()
+                for layer in range(layers):
+                    arrays, launches = steps[(first + layer) % len(steps)]
+                    if prepares:
+                        self._prepare(call, arrays)
+                    for launch in launches:
+                        launch()
             self.graphs.append(graph)
-        self.stream = call.stream
+
+    def _prepare(self, call: Call, arrays: tuple[Any, ...]) -> None:
+        prepare: Any = api.prepare  # called with its arrays as one sequence
+        prepare(*arrays, out=call.query, stream=call.stream, pdl=True)
 
     def enqueue(self, i: int) -> None:
         self.graphs[i % len(self.graphs)].launch(self.stream)

@@ -58,6 +58,7 @@ SHORT_MUST, SHORT_AIM = 1.5, 1.91
 
 SECTIONS = ("table", "sustained", "heads", "invariant", "steps")
 STEP_CONTEXTS = (16384, 32768, 65536, 131072)
+LAYERS = 8  # of the graphs that hold more than one
 STEP_BATCH = 64  # requests of all ranks together, as data-parallel ranks share them
 STEP_POOL_TOKENS = 16_777_216
 MAX_STEP_TOKENS = 8_388_608
@@ -238,12 +239,32 @@ class Run:
                     "preparation_cost": round(cost, 4),
                     "preparation_us": round(timing.us - alone, 2),
                 }
+                if context == STEP_CONTEXTS[0]:
+                    facts |= self.layers(call)
                 row = self.row(case, timing.us, "step", yardsticks, **facts)
                 if context == STEP_CONTEXTS[0]:
                     row["target"] = "preparation at most 4 %, aim 2 %"
                     row["met"] = _grade(-cost, -0.04, -0.02)
                 print(f"{'':34} preparation and gaps: {100 * cost:.1f} % {row.get('met', '')}")
                 self.keep(row)
+
+    def layers(self, call: Call) -> dict[str, float]:
+        """The same a layer where LAYERS follow each other in one graph, with and without the
+        preparation: a model's step launches one graph, not one a layer."""
+        found = []
+        for prepares in (True, False):
+            step = WholeStep(call, LAYERS, prepares)
+            found.append(self.bench.time(step.enqueue, self.repeats).us / LAYERS)
+        cost = found[0] / found[1] - 1
+        print(
+            f"{'':34} {LAYERS} layers a graph: {found[0]:.2f} us a layer, {found[1]:.2f} without "
+            f"preparation: {100 * cost:.1f} %"
+        )
+        return {
+            "layers_us": round(found[0], 2),
+            "layers_decode_and_combine_us": round(found[1], 2),
+            "layers_preparation_cost": round(cost, 4),
+        }
 
     def cublas(self) -> None:
         for fast in (True, False):
