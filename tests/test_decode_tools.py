@@ -18,6 +18,7 @@ import counters_decode
 import fuzz_decode
 import numpy as np
 import pytest
+import sanitize
 from bench import Timing
 from bench_decode_data import Case, Yardsticks
 from decode_cases import (
@@ -163,6 +164,33 @@ def test_targets(case: Case, us: float, met: str, capsys: pytest.CaptureFixture[
     row = fake_run().row(case, us, "burst")
     assert row["met"] == met, row
     assert met in capsys.readouterr().out
+
+
+def test_rows_of_other_sections_stay_with_their_commit(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    assert bench_mla_decode.earlier_rows(None, ["table"]) == []
+    assert bench_mla_decode.earlier_rows(path, ["table"]) == []
+    rows = [
+        {"section": "table", "us": 1.0},
+        {"section": "heads", "us": 2.0},
+        {"section": "invariant", "us": 3.0, "commit": "older"},
+    ]
+    path.write_text(json.dumps({"commit": "old", "rows": rows}))
+    kept = bench_mla_decode.earlier_rows(path, ["table", "steps"])
+    assert [(row["us"], row["commit"]) for row in kept] == [(2.0, "old"), (3.0, "older")]
+
+
+def test_sanitizer_rows_of_other_parts_stay_with_their_commit(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    old = [{"part": part, "tool": tool} for part in ("data", "decode") for tool in ("a", "b")]
+    path.write_text(json.dumps({"commit": "old", "tools": old}))
+    kept = sanitize.earlier_rows(path, [{"part": "decode", "tool": "a"}])
+    assert [(row["part"], row["tool"]) for row in kept] == [
+        ("data", "a"),
+        ("data", "b"),
+        ("decode", "b"),
+    ]
+    assert {row["commit"] for row in kept} == {"old"}
 
 
 def test_the_peers_cover_the_table() -> None:

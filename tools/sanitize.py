@@ -16,6 +16,7 @@ nvidia-cuda-sanitizer-api).
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -218,6 +219,15 @@ def run_tool(sanitizer: str, tool: str, part: str, timeout: float) -> dict[str, 
     return {"part": part, "tool": tool, "exit_code": code, "summary": summaries, "seconds": seconds}
 
 
+def earlier_rows(path: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a result file that are not among `rows`, each with the commit that it is of."""
+    if not path.is_file():
+        return []
+    old, again = json.loads(path.read_text()), {(row["part"], row["tool"]) for row in rows}
+    kept = [row for row in old["tools"] if (row["part"], row["tool"]) not in again]
+    return [{**row, "commit": row.get("commit", old["commit"])} for row in kept]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", action="append", choices=TOOLS, default=[])
@@ -239,9 +249,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for tool in args.tool or DEFAULT
     ]
     if args.out is not None:
-        result: dict[str, Any] = {**machine(0), "tools": rows}
+        result: dict[str, Any] = machine(0)
         result |= {"commit": args.commit} if args.commit else {}
-        write_json(args.out, result)
+        now = [{**row, "commit": result["commit"]} for row in rows]
+        write_json(args.out, result | {"tools": earlier_rows(args.out, rows) + now})
     return 1 if any(row["exit_code"] for row in rows) else 0
 
 
