@@ -34,8 +34,8 @@
 //   scores  200 / 120   S, softmax, P, row sums                       mla_decode/weights.cuh
 //   output  144 / 184   two warpgroups, 256 dims each: T and O        mla_decode/output.cuh
 //   load    24          warp 0 cache blocks, 1-2 token factors, 3 Q   mla_decode/load.cuh
-// Shared memory (219 to 227 KB): five places for cache blocks and Q, four of them with all that belongs
-// to their block, and 2 P tiles with all that belongs to theirs; storage.cuh.
+// Shared memory (219 to 227 KB): five places, for cache blocks with all that belongs to them and for Q,
+// and 2 P tiles with all that belongs to theirs; storage.cuh.
 // Barriers (storage.cuh says who arrives and who waits): a stage goes load -> tokens -> scores ->
 // output -> load; P tiles and row factors go scores -> output -> scores. Output warps take blocks
 // strictly in order, so the order of accumulation is the reference's whatever the timing.
@@ -67,7 +67,7 @@ __device__ __forceinline__ void init_barriers(Storage& s) {
   fence_mbarrier_init();
 }
 
-// What all roles find done when they have passed wait_for_start.
+// What all roles find done when they have passed wait_for_storage.
 __device__ __forceinline__ void start(const MlaDecodeParams& p, Storage& s) {
 #if SNAPMLA_DEBUG
   // NaN codes wherever nothing has been written yet.
@@ -87,7 +87,7 @@ __device__ __forceinline__ void start(const MlaDecodeParams& p, Storage& s) {
     prefetch_tensormap(&p.k_scale_map);
     init_barriers(s);
   }
-  // Score warps without rows never write their flag.
+  // Every score warp writes its flag before one is read; zero all the same.
   if (threadIdx.x < kBuffers * 4) s.weights[threadIdx.x / 4].raised[threadIdx.x % 4] = 0;
 }
 

@@ -6,12 +6,11 @@
 //        where at most remainder_blocks would be left of a request that the part takes some of
 //   [L3] with fixed cuts: whole splits go to part floor((2 start + cost) parts / (2 total))
 //   [L4] num_splits is cumulative; every request has at least one split
-//   [L5] begin_seqlen is the length of a part's first request, 0 in a part without work
 //
 // Arguments (PlanDecodeParams):
 //   cache_seqlens i32 [batch]
 //   parts         i32 [num_parts][8]: begin_req, begin_block, end_req (included), end_block
-//                 (excluded), begin_split, begin_seqlen, 0, 0; end_req < begin_req means no work
+//                 (excluded), begin_split, 0, 0, 0; end_req < begin_req means no work
 //   num_splits    i32 [batch + 1]
 //   fixed_splits  splits of every request, or 0; split_blocks: blocks of a split, or 0
 //
@@ -24,8 +23,8 @@
 
 constexpr unsigned kFullMask = 0xffffffffu;
 
-__device__ __forceinline__ int num_blocks_in(const PlanDecodeParams& p, int seqlen) {
-  return (seqlen + p.block_n - 1) / p.block_n;  // [L1]
+__device__ __forceinline__ int num_blocks_of(const PlanDecodeParams& p, int req) {
+  return (p.cache_seqlens[req] + p.block_n - 1) / p.block_n;  // [L1]
 }
 
 __device__ __forceinline__ long long warp_sum(long long x) {
@@ -47,14 +46,13 @@ __device__ __forceinline__ long long warp_exclusive_sum(long long x, int lane) {
 
 // The part being filled.
 struct OpenPart {
-  int index, begin_req, begin_block, begin_split, begin_seqlen, end_req, end_block, room;
+  int index, begin_req, begin_block, begin_split, end_req, end_block, room;
 
   __device__ __forceinline__ void open(int at, int req, int block, int split, int payload) {
     index = at;
     begin_req = req;
     begin_block = block;
     begin_split = split;
-    begin_seqlen = 0;  // until it takes some of the request
     end_req = req - 1;
     end_block = 0;
     room = payload;
@@ -63,14 +61,13 @@ struct OpenPart {
   __device__ __forceinline__ void close(int* parts) const {
     int4* line = reinterpret_cast<int4*>(parts + static_cast<long long>(index) * kPlanFields);
     line[0] = make_int4(begin_req, begin_block, end_req, end_block);
-    line[1] = make_int4(begin_split, begin_seqlen, 0, 0);
+    line[1] = make_int4(begin_split, 0, 0, 0);
   }
 };
 
 // Place one request; returns its number of splits.
 __device__ __forceinline__ int place_request(OpenPart& part, const PlanDecodeParams& p, int req,
-                                             int seqlen, int payload) {
-  const int num_blocks = num_blocks_in(p, seqlen);
+                                             int num_blocks, int payload) {
   int block = 0, split = 0;
   while (true) {
     const int left = num_blocks - block;
@@ -78,7 +75,6 @@ __device__ __forceinline__ int place_request(OpenPart& part, const PlanDecodePar
     const bool whole = part.room + beyond >= left + p.overhead_blocks;
     const int taken = whole ? left : part.room - p.overhead_blocks;
     if (whole || taken > 0) {
-      if (req == part.begin_req) part.begin_seqlen = seqlen;  // [L5]
       part.end_req = req;
       part.end_block = block + taken;
       part.room -= taken + p.overhead_blocks;
@@ -92,20 +88,20 @@ __device__ __forceinline__ int place_request(OpenPart& part, const PlanDecodePar
 }
 
 __device__ void fill_balanced(const PlanDecodeParams& p, int lane, long long total) {
-  __shared__ int seqlens[32], ends[32];
+  __shared__ int blocks[32], ends[32];
   const int payload = static_cast<int>((total + p.num_parts - 1) / p.num_parts) + p.overhead_blocks;
   OpenPart part;
   part.open(0, 0, 0, 0, payload);
   int splits = 0;
-  int ahead = lane < p.batch ? p.cache_seqlens[lane] : 0;
+  int ahead = lane < p.batch ? num_blocks_of(p, lane) : 0;
   for (int base = 0; base < p.batch; base += 32) {
-    seqlens[lane] = ahead;
+    blocks[lane] = ahead;
     const int next = base + 32 + lane;
-    ahead = next < p.batch ? p.cache_seqlens[next] : 0;
+    ahead = next < p.batch ? num_blocks_of(p, next) : 0;
     __syncwarp();
     if (lane == 0) {
       for (int i = 0; i < min(32, p.batch - base); ++i) {
-        splits += place_request(part, p, base + i, seqlens[i], payload);
+        splits += place_request(part, p, base + i, blocks[i], payload);
         ends[i] = splits;
       }
     }
@@ -134,7 +130,7 @@ __device__ __forceinline__ int split_count(int num_blocks, int length) {
 
 // The splits of one request: lengths, and where their cost starts in the total.
 struct RequestSplits {
-  int seqlen, num_blocks, length, count;
+  int num_blocks, length, count;
   long long start;
 
   __device__ __forceinline__ int begin(int split) const { return split * length; }
@@ -164,7 +160,6 @@ __device__ __forceinline__ void write_limits(const PlanDecodeParams& p, int req,
       line[0] = req;
       line[1] = r.begin(split);
       line[4] = split;
-      line[5] = r.seqlen;  // [L5]
     }
     if (part != next) {
       line[2] = req;
@@ -187,8 +182,7 @@ __device__ void fill_fixed_cuts(const PlanDecodeParams& p, int lane, long long t
     __syncwarp();
     const int req = base + lane;
     const bool valid = req < p.batch;
-    const int seqlen = valid ? p.cache_seqlens[req] : 0;
-    RequestSplits r{seqlen, num_blocks_in(p, seqlen), 1, 0, 0};
+    RequestSplits r{valid ? num_blocks_of(p, req) : 0, 1, 0, 0};
     r.length = split_length(p, r.num_blocks);
     r.count = valid ? split_count(r.num_blocks, r.length) : 0;
     const long long cost =
@@ -217,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(32)
   const bool fixed_cuts = p.fixed_splits + p.split_blocks > 0;
   long long total = 0;
   for (int req = lane; req < p.batch; req += 32) {
-    const int num_blocks = num_blocks_in(p, p.cache_seqlens[req]);
+    const int num_blocks = num_blocks_of(p, req);
     const int count = fixed_cuts ? split_count(num_blocks, split_length(p, num_blocks)) : 1;
     total += num_blocks + static_cast<long long>(count) * p.overhead_blocks;
   }

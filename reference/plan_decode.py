@@ -10,7 +10,6 @@
      blocks_per_split blocks; split j, whose cost starts at x of the total, belongs to part
      floor((2 x + cost) * parts / (2 total)): contiguous, balanced, and no split is cut.
 [L4] num_splits is cumulative; num_splits[i + 1] - num_splits[i] >= 1 for every request.
-[L5] begin_seqlen of a part with work is the length of its first request, else 0.
 
 All integers; the CUDA kernel does the same with one warp.
 """
@@ -25,7 +24,6 @@ from snapmla_rt.errors import ArgumentError
 from snapmla_rt.plan import (
     BEGIN_BLOCK,
     BEGIN_REQ,
-    BEGIN_SEQLEN,
     BEGIN_SPLIT,
     END_BLOCK,
     END_REQ,
@@ -66,8 +64,6 @@ def plan_decode(
     fill = _fill_fixed_cuts if config.has_fixed_cuts else _fill_balanced
     parts, counts = fill(config, blocks)
     cumulative = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)  # [L4]
-    working = parts[:, END_REQ] >= parts[:, BEGIN_REQ]
-    parts[working, BEGIN_SEQLEN] = seqlens[parts[working, BEGIN_REQ]]  # [L5]
     return DecodePlan(config, len(blocks), parts, cumulative)
 
 

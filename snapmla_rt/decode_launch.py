@@ -7,17 +7,19 @@ serialisation: a kernel may become resident while its predecessor still runs. Wh
 too early or overwrite too early:
 
 1. Every one of them, and every kernel of the data movement, executes griddepcontrol.wait in every
-   thread before it touches global memory. The wait returns when the predecessor on the stream has
-   completed and its writes are visible, whenever the predecessor signalled launch_dependents.
+   thread before it touches global memory, but for two cases of mla_combine below. The wait returns
+   when the predecessor on the stream has completed and its writes are visible, whenever the
+   predecessor signalled launch_dependents.
    mla_decode signals after its last loads are issued and mla_combine once it has waited: both only
-   decide when the successor may become resident. One exception: mla_combine reads num_splits before
-   its wait. It becomes resident when mla_decode has signalled, which mla_decode does after its own
-   wait, so plan_decode and everything else before mla_decode has completed by then. Warps of it
-   that find nothing to merge end without a wait; its first CTA always waits.
-2. So a kernel completes only after its predecessor has completed, and by induction after everything
-   before it on the stream. In particular the mla_decode of the next layer, or of the next step,
-   writes out, o_accum and lse_accum only after the mla_combine that read them has completed: it is
-   safe to use one workspace for all layers of a stream. (Two streams need one workspace each.)
+   decide when the successor may become resident. mla_combine reads num_splits before its wait: it
+   becomes resident when mla_decode has signalled, which mla_decode does after its own wait, so
+   plan_decode and everything else before mla_decode has completed by then. And its warps that find
+   nothing to merge, which touch nothing else, end without a wait, but for those of its first CTA.
+2. So a kernel completes only after its predecessor has completed (of mla_combine the first CTA sees
+   to that), and by induction after everything before it on the stream. In particular the mla_decode
+   of the next layer, or of the next step, writes out, o_accum and lse_accum only after the
+   mla_combine that read them has completed: it is safe to use one workspace for all layers of a
+   stream. (Two streams need one workspace each.)
 3. A predecessor of another library, launched the ordinary way, signals at its end: then the wait is
    for its end. One that uses dependent launches itself must wait for its own predecessor before it
    ends, as the libraries that do so do; one that does not breaks the chain for everybody.

@@ -23,9 +23,8 @@ from .errors import ArgumentError
 # Columns of DecodePlan.parts. A part covers requests begin_req..end_req (both included), from
 # block begin_block of the first to block end_block (excluded) of the last; blocks are counted in
 # units of block_n tokens. end_req < begin_req means no work. begin_split is the index of the first
-# request's first split where splits follow the parts (no fixed cuts). begin_seqlen is the length of
-# that request: mla_decode then knows its first cache block one load earlier.
-BEGIN_REQ, BEGIN_BLOCK, END_REQ, END_BLOCK, BEGIN_SPLIT, BEGIN_SEQLEN = range(6)
+# request's first split where splits follow the parts (no fixed cuts).
+BEGIN_REQ, BEGIN_BLOCK, END_REQ, END_BLOCK, BEGIN_SPLIT = range(5)
 
 
 @dataclass(frozen=True)

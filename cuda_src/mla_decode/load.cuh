@@ -63,8 +63,8 @@ class PageIds {
   int end_, next_, ahead_;
 };
 
-// The cache block of one page into the next stage. Exists: an odd number of pages leaves half a block
-// of two.
+// The cache block of one page into the next stage; `exists` is false for the second page of a block of
+// two that the request does not reach.
 __device__ __forceinline__ void load_page(const MlaDecodeParams& p, const StageRing& ring, int id,
                                           bool exists, unsigned long long policy,
                                           Profile<2>& profile) {

@@ -15,17 +15,18 @@ constexpr int kOnlySplit = -1;
 
 class Schedule {
  public:
-  // The line of the part: begin_req, begin_block, end_req, end_block, begin_split, begin_seqlen.
+  // The line of the part: begin_req, begin_block, end_req, end_block, begin_split. The length is not
+  // the plan's: within a block a plan serves the next steps too.
   __device__ __forceinline__ explicit Schedule(const MlaDecodeParams& p) : p_(p) {
     const int4* part = reinterpret_cast<const int4*>(p.parts) +
                        static_cast<long long>(blockIdx.y) * (kPlanFields / 4);
-    const int4 limits = part[0], first = part[1];
+    const int4 limits = part[0];
     req_ = limits.x;
     block_ = limits.y;
     end_req_ = limits.z;
     end_block_ = limits.w;
-    split_ = first.x;
-    seqlen_ = first.y;
+    split_ = part[1].x;
+    seqlen_ = req_ <= end_req_ ? p.cache_seqlens[req_] : 0;
   }
 
   // The next split; false when the part is done.

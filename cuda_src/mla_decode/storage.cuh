@@ -80,17 +80,19 @@ struct alignas(1024) Stage {
   float4 token_inverse[kBlockSize / 4];  // rk of two token pairs, 8 apart: inverse_index
   float scale[kBlockSize];               // ks as loaded
   // Barriers by the fact whose completion they announce.
-  unsigned long long full;   // cache block landed          load -> tokens, output
+  unsigned long long full;   // cache block landed          load -> tokens (debug builds: output too)
   unsigned long long empty;  // cache block no longer read  output -> load warp
   unsigned long long ready;  // token factors, tails zeroed tokens -> scores
+  // A Q tile in the ring: load -> tokens and scores; scores -> load warp; tokens -> scores.
 };
 
-// P of a block and what the output warps need with it.
+// P of a block and what the output warps need with it. r and the flags stay as the last block of the
+// tile that was not calm (ScoreLoop) left them: 1 and 0 before the first calm one.
 struct alignas(1024) Weights {
   unsigned char tile[kTileM * kBlockN];  // P^T: [row][kBlockN slots], swizzled as wide
   float block_factor[kFactors];          // t of the rows
   float raise_factor[kFactors];          // r of the rows
-  int raised[4];                         // by score warp: some r is not 1
+  int raised[4];                         // by score warp: a row rose that had seen a token
   unsigned long long full;               // P and row factors written   scores -> output
   unsigned long long empty;              // P and row factors read      output -> scores
 };

@@ -221,13 +221,15 @@ __device__ __forceinline__ bool raise_rows(Rows& rows, const PerRow& top, PerRow
   return rose;
 }
 
-// [S6] t of the block, [S7] L of this lane.
+// [S6] t of the block.
 __device__ __forceinline__ void find_factors(PerRow& t, const Rows& rows, const PerRow& n) {
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     t[half] = ex2_approx_ftz(__fsub_rn(n[half], rows.reference[half]));
   }
 }
+
+// [S7] L of this lane.
 __device__ __forceinline__ void add_row_sums(Rows& rows, const PerRow& lane_sum, const PerRow& t) {
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
@@ -420,7 +422,9 @@ struct ScoreLoop {
     if (__builtin_expect(__any_sync(0xffffffffu, unusual || extreme), 0)) {
       if (__any_sync(0xffffffffu, extreme || block >= whole_blocks)) hold_block(x, block, top, n);
       const bool rose = raise_rows(rows, top, r);
+      profile.mark(kProfileSoftmax);
       MBARRIER_WAIT(shared_address(&s.weights[buffer].empty), phases.parity(buffer) ^ 1);
+      profile.mark(kProfileWaitBuffer);
       store_raise(places, buffer, r, rose);
       bool ones = true;
 #pragma unroll

@@ -1,4 +1,4 @@
-// Loads from shared memory, and a store, at a 32-bit address: PTX ISA, "ld", "st".
+// Loads from shared memory, and stores, at a 32-bit address: PTX ISA, "ld", "st".
 //
 // An address that a loop carries on costs less than one that is built anew from the name of a
 // variable each time.
@@ -26,13 +26,6 @@ __device__ __forceinline__ float4 ld_shared_v4_f32(unsigned from) {
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
                : "r"(from)
                : "memory");
-  return x;
-}
-
-// ld.shared.v2.f32: 8 bytes; 8-byte aligned.
-__device__ __forceinline__ float2 ld_shared_v2_f32(unsigned from) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
   return x;
 }
 

@@ -41,8 +41,9 @@ class FlashMLASchedMeta:
     It may serve the calls of one step. Every call must have the same batch, query tokens, heads and
     causal flag; other ones are an ArgumentError. It is filled again where the lengths are another
     tensor than at its filling, or were changed by torch since, and inside another CUDA graph
-    capture. Lengths that a kernel changed behind torch's back are not noticed: make a new object a
-    step. Keep it alive as long as a graph that used it.
+    capture. Lengths that a kernel changed behind torch's back, or that were changed in inference
+    mode, where torch does not count, are not noticed: make a new object a step, as FlashMLA asks
+    for. Keep it alive as long as a graph that used it.
     """
 
     plan: DecodePlan | None = None
@@ -179,7 +180,9 @@ def plan_of_object(
 
 
 def _state(cache_seqlens: Any, lengths: TensorView) -> Any:
-    """What changes when the lengths do, as far as anybody can tell; None: unknown, plan again."""
+    """What changes when the lengths do, as far as anybody can tell (torch does not count changes in
+    inference mode: there FlashMLA's rule stands that an object is of one step's lengths); None:
+    plan again."""
     if lengths.device_type != "cuda":
         return None  # a plan costs no launch there
     return lengths.ptr, _version(cache_seqlens)

@@ -192,6 +192,21 @@ def moved(case: DecodeCase, order: np.ndarray, num_blocks: int) -> DecodeCase:
     return replace(case, buffers=buffers, paged=paged, block_table=table)
 
 
+@pytest.mark.parametrize("mode", [{}, {"num_splits": 3}, {"batch_invariant": 128}])
+@pytest.mark.parametrize("num_sms", [1, 3, 132])
+def test_a_plan_serves_other_lengths_of_its_blocks(mode: dict[str, Any], num_sms: int) -> None:
+    """Within a block the plan of a step serves the next steps too: lengths are those of the call,
+    for the first request of a part (few SMs: one of many) as for the others."""
+    on_gpu = OnGpu(build(replace(PLAIN, num_heads_q=3, lengths=(700, 65, 0, 1, 300, 128), **mode)))
+    lengths = np.array(on_gpu.spec.lengths)
+    want = on_gpu.decode(on_gpu.plan(num_sms=num_sms))
+    for other in (-(-lengths // 64) * 64, (lengths + 63) // 64 * 64 - 63 * (lengths > 0)):
+        own, on_gpu.cache_seqlens = on_gpu.cache_seqlens, put(other.astype(np.int32))
+        plan = on_gpu.plan(num_sms=num_sms)
+        on_gpu.cache_seqlens = own
+        assert report(on_gpu.decode(plan), want) is None, other
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_where_blocks_lie_does_not_matter(layout: str) -> None:
     case = build(replace(PLAIN, layout=layout))
