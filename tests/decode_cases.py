@@ -35,6 +35,10 @@ SOFTMAX_SCALE = 576**-0.5
 LAYOUTS = ("separate", "record", "strided")
 STRIDED_GAPS = (4096, 48, 1008)  # bytes after each block: latent, scale, RoPE
 
+# What the plan is made from: the lengths; or, since a plan serves all lengths of its blocks, whole
+# blocks, or one token of each last block.
+PLAN_LENGTHS = ("own", "whole", "first")
+
 # Shapes of data that break attention kernels; those of `strategies` come first.
 PATTERNS = (
     *("normal", "zero", "negative_zero", "equal_tokens", "dominant_token", "saturating"),
@@ -53,7 +57,7 @@ PATTERNS = (
 @dataclass(frozen=True)
 class DecodeSpec:
     """One decode problem. magnitude: of the latents and RoPE; query_magnitude: of q; plan options
-    as in plan_decode; lengths: tokens of each request."""
+    as in plan_decode; lengths: tokens of each request; plan_lengths: of PLAN_LENGTHS."""
 
     seed: int
     num_heads_q: int
@@ -70,6 +74,7 @@ class DecodeSpec:
     block_n: int = 64
     num_sms: int = 132
     spare_columns: int = 2
+    plan_lengths: str = "own"
 
     @property
     def plan_options(self) -> dict[str, Any]:
@@ -93,10 +98,17 @@ class DecodeCase:
     cache_seqlens: NDArray[np.int32]
     buffers: tuple[NDArray[np.uint8], ...]
 
+    def planned_lengths(self) -> NDArray[np.int32]:
+        """The lengths that the plan is made from."""
+        unit, own = self.spec.block_n, self.cache_seqlens
+        whole = -(-own // unit) * unit
+        choices = {"own": own, "whole": whole, "first": whole - (unit - 1) * (own > 0)}
+        return choices[self.spec.plan_lengths].astype(np.int32)
+
     def plan(self) -> DecodePlan:
         spec = self.spec
         return plan_decode(
-            self.cache_seqlens, spec.num_heads_q, spec.seq_len_q, **spec.plan_options
+            self.planned_lengths(), spec.num_heads_q, spec.seq_len_q, **spec.plan_options
         )
 
     def expected(self) -> tuple[NDArray[Any], NDArray[np.float32]]:
@@ -318,6 +330,7 @@ def draw(seed: int, block_n: tuple[int, ...] = (64,)) -> DecodeSpec:
         block_n=int(rng.choice(block_n)),
         num_sms=int(rng.choice([132, 132, 1, 7, 78, 160])) if mode == 3 else 132,
         spare_columns=int(rng.integers(0, 40)),
+        plan_lengths=("own", *PLAN_LENGTHS)[seed % 4],
     )
 
 
@@ -358,6 +371,7 @@ def smaller(spec: DecodeSpec) -> list[DecodeSpec]:
         *(("num_splits", None), ("batch_invariant", 0), ("num_sms", 132), ("layout", "separate")),
         *(("pattern", "normal"), ("magnitude", 1.0), ("query_magnitude", 1.0)),
         *(("softmax_scale", SOFTMAX_SCALE), ("causal", True), ("spare_columns", 0)),
+        ("plan_lengths", "own"),
     ):
         if value != 0 or name in ("batch_invariant", "spare_columns"):
             trial = replace(spec, **{name: value})  # type: ignore[arg-type]

@@ -65,6 +65,9 @@ class OnGpu:
         self.paged = planes_on_gpu(self.buffers, case.spec.layout)
         self.block_table = put(case.block_table)
         self.cache_seqlens = put(case.cache_seqlens)
+        # A case of its own lengths is planned from cache_seqlens as it is then: tests change it.
+        own = case.spec.plan_lengths == "own"
+        self.planned_lengths = None if own else put(case.planned_lengths())
 
     @property
     def arguments(self) -> Any:
@@ -78,9 +81,8 @@ class OnGpu:
     def plan(self, stream: Any = None, out: DecodePlan | None = None, **changes: Any) -> DecodePlan:
         options = {**self.spec.plan_options, **changes}
         heads, seq_len_q = self.spec.num_heads_q, self.spec.seq_len_q
-        return api.plan_decode(
-            self.cache_seqlens, heads, seq_len_q, out=out, stream=stream, **options
-        )
+        lengths = self.cache_seqlens if self.planned_lengths is None else self.planned_lengths
+        return api.plan_decode(lengths, heads, seq_len_q, out=out, stream=stream, **options)
 
     def results(self) -> tuple[TensorView, TensorView]:
         """Fresh out and lse."""

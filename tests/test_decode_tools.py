@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from bench_decode_data import Case, Yardsticks
 from decode_cases import (
     LAYOUTS,
     PATTERNS,
+    PLAN_LENGTHS,
     DecodeSpec,
     build,
     draw,
@@ -33,12 +35,27 @@ from decode_cases import (
 )
 
 
+@pytest.mark.parametrize("block_n", [64, 128])
+def test_a_plan_of_other_lengths_is_of_the_same_blocks_and_bytes(block_n: int) -> None:
+    spec = DecodeSpec(3, 2, 2, (200, 0, 64, 129, 1), "loud_tokens", num_sms=3, block_n=block_n)
+    own = build(spec)
+    want = own.expected()
+    for other in PLAN_LENGTHS[1:]:
+        case = build(replace(spec, plan_lengths=other))
+        lengths = case.planned_lengths()
+        assert (lengths != own.cache_seqlens).any() and lengths[1] == 0
+        assert (-(-lengths // block_n) == -(-own.cache_seqlens // block_n)).all()
+        for got, expected in zip(case.expected(), want, strict=True):
+            assert got.tobytes() == expected.tobytes()
+
+
 def test_drawn_cases_reach_every_kind() -> None:
     """The first thousand seeds: every pattern, layout, cut and variant, lengths at edges, small."""
     specs = [draw(seed, (64, 128)) for seed in range(1000)]
     assert {spec.pattern for spec in specs} == set(PATTERNS)
     assert {spec.layout for spec in specs} == set(LAYOUTS)
     assert {spec.num_splits for spec in specs} == {None, *range(1, 9)}
+    assert {spec.plan_lengths for spec in specs} == set(PLAN_LENGTHS)
     assert {spec.block_n for spec in specs} == {64, 128}
     assert {spec.causal for spec in specs} == {True, False}
     assert any(spec.batch_invariant for spec in specs)

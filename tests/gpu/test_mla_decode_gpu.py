@@ -19,6 +19,7 @@ from decode_cases import (
     HEADS,
     LAYOUTS,
     PATTERNS,
+    PLAN_LENGTHS,
     SOFTMAX_SCALE,
     DecodeCase,
     DecodeSpec,
@@ -197,14 +198,11 @@ def moved(case: DecodeCase, order: np.ndarray, num_blocks: int) -> DecodeCase:
 def test_a_plan_serves_other_lengths_of_its_blocks(mode: dict[str, Any], num_sms: int) -> None:
     """Within a block the plan of a step serves the next steps too: lengths are those of the call,
     for the first request of a part (few SMs: one of many) as for the others."""
-    on_gpu = OnGpu(build(replace(PLAIN, num_heads_q=3, lengths=(700, 65, 0, 1, 300, 128), **mode)))
-    lengths = np.array(on_gpu.spec.lengths)
-    want = on_gpu.decode(on_gpu.plan(num_sms=num_sms))
-    for other in (-(-lengths // 64) * 64, (lengths + 63) // 64 * 64 - 63 * (lengths > 0)):
-        own, on_gpu.cache_seqlens = on_gpu.cache_seqlens, put(other.astype(np.int32))
-        plan = on_gpu.plan(num_sms=num_sms)
-        on_gpu.cache_seqlens = own
-        assert report(on_gpu.decode(plan), want) is None, other
+    spec = replace(PLAIN, num_heads_q=3, lengths=(700, 65, 0, 1, 300, 128), num_sms=num_sms, **mode)
+    want = run(build(spec))
+    for other in PLAN_LENGTHS[1:]:
+        got = run(build(replace(spec, plan_lengths=other)))
+        assert report(got, want) is None, other
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
