@@ -182,7 +182,7 @@ struct WeightsPhases {
 };
 
 // A role's first step: storage is ready, and everything before this kernel on the stream has completed
-// and may be read (in that order for the load warp, which reads while the others make ready).
+// and may be read. (The load warp waits for the second first, and reads while the others make ready.)
 __device__ __forceinline__ void wait_for_storage() { barrier_sync<1, kThreads>(); }
 __device__ __forceinline__ void wait_for_start() {
   wait_for_storage();
