@@ -20,7 +20,7 @@ import fuzz_decode
 import numpy as np
 import pytest
 import sanitize
-from bench import Timing
+from bench import Timing, earlier_rows
 from bench_decode_data import Case, Yardsticks
 from decode_cases import (
     LAYOUTS,
@@ -183,31 +183,48 @@ def test_targets(case: Case, us: float, met: str, capsys: pytest.CaptureFixture[
     assert met in capsys.readouterr().out
 
 
-def test_rows_of_other_sections_stay_with_their_commit(tmp_path: Path) -> None:
+def test_rows_that_a_run_does_not_replace_stay_with_their_commit(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    assert bench_mla_decode.earlier_rows(None, ["table"]) == []
-    assert bench_mla_decode.earlier_rows(path, ["table"]) == []
+
+    def is_replaced(row: dict[str, Any]) -> bool:
+        return row["section"] in ("table", "steps")
+
+    assert earlier_rows(None, "rows", is_replaced) == []
+    assert earlier_rows(path, "rows", is_replaced) == []
     rows = [
         {"section": "table", "us": 1.0},
         {"section": "heads", "us": 2.0},
         {"section": "invariant", "us": 3.0, "commit": "older"},
     ]
     path.write_text(json.dumps({"commit": "old", "rows": rows}))
-    kept = bench_mla_decode.earlier_rows(path, ["table", "steps"])
+    kept = earlier_rows(path, "rows", is_replaced)
     assert [(row["us"], row["commit"]) for row in kept] == [(2.0, "old"), (3.0, "older")]
 
 
-def test_sanitizer_rows_of_other_parts_stay_with_their_commit(tmp_path: Path) -> None:
+def test_sanitizer_rows_of_other_parts_stay_with_their_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of one tool over one part replaces its own row and no other."""
     path = tmp_path / "result.json"
-    old = [{"part": part, "tool": tool} for part in ("data", "decode") for tool in ("a", "b")]
-    path.write_text(json.dumps({"commit": "old", "tools": old}))
-    kept = sanitize.earlier_rows(path, [{"part": "decode", "tool": "a"}])
-    assert [(row["part"], row["tool"]) for row in kept] == [
-        ("data", "a"),
-        ("data", "b"),
-        ("decode", "b"),
+    old = [
+        {"part": part, "tool": tool} for part in ("data", "decode") for tool in ("a", "memcheck")
     ]
-    assert {row["commit"] for row in kept} == {"old"}
+    path.write_text(json.dumps({"commit": "old", "tools": old}))
+    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: "sanitizer")
+    monkeypatch.setattr(sanitize, "machine", lambda index: {"commit": "new"})
+    monkeypatch.setattr(
+        sanitize,
+        "run_tool",
+        lambda sanitizer, tool, part, timeout: {"part": part, "tool": tool, "exit_code": 0},
+    )
+    assert sanitize.main(["--part", "decode", "--tool", "memcheck", "--out", str(path)]) == 0
+    tools = json.loads(path.read_text())["tools"]
+    assert [(row["part"], row["tool"], row["commit"]) for row in tools] == [
+        ("data", "a", "old"),
+        ("data", "memcheck", "old"),
+        ("decode", "a", "old"),
+        ("decode", "memcheck", "new"),
+    ]
 
 
 def test_the_peers_cover_the_table() -> None:

@@ -242,6 +242,18 @@ def update_rows(
     write_json(path, [*(row for row in old if named(row) not in new), *rows])
 
 
+def earlier_rows(
+    path: Path | None, name: str, is_replaced: Callable[[dict[str, Any]], bool]
+) -> list[dict[str, Any]]:
+    """The rows of the list `name` in a result file that a new run does not replace, each with the
+    commit that it was measured at. No file, no rows."""
+    if path is None or not path.is_file():
+        return []
+    old = json.loads(path.read_text())
+    kept = [row for row in old[name] if not is_replaced(row)]
+    return [{**row, "commit": row.get("commit", old["commit"])} for row in kept]
+
+
 def write_json(path: Path, result: Any) -> None:
     """Write a result file at once: a run that is stopped leaves the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)

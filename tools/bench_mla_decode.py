@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import ROOT, Bench, Timing, machine, write_json
+from bench import ROOT, Bench, Timing, earlier_rows, machine, write_json
 from bench_decode_data import (
     POOL_TOKENS,
     Call,
@@ -77,16 +77,6 @@ def head_cases() -> list[Case]:
     return [Case(h, s_q, 32, 16384) for h in (8, 16, 32, 64, 128) for s_q in (1, 2, 4)]
 
 
-def earlier_rows(path: Path | None, sections: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of a result file that a run of these sections does not measure again; each names the
-    commit that it was measured at."""
-    if path is None or not path.is_file():
-        return []
-    old = json.loads(path.read_text())
-    kept = [row for row in old["rows"] if row["section"] not in sections]
-    return [{**row, "commit": row.get("commit", old["commit"])} for row in kept]
-
-
 class Run:
     """Measures, prints and keeps the rows of one run; its file keeps those of other sections."""
 
@@ -105,7 +95,9 @@ class Run:
         }
         if args.commit:
             self.result["commit"] = args.commit
-        self.result["rows"] += earlier_rows(args.out, args.only)
+        self.result["rows"] += earlier_rows(
+            args.out, "rows", lambda row: row["section"] in args.only
+        )
 
     # --- rows
 

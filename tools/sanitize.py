@@ -16,7 +16,6 @@ nvidia-cuda-sanitizer-api).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -30,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from bench import machine, write_json
+from bench import earlier_rows, machine, write_json
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DEFAULT = TOOLS[:3]
@@ -219,15 +218,6 @@ def run_tool(sanitizer: str, tool: str, part: str, timeout: float) -> dict[str, 
     return {"part": part, "tool": tool, "exit_code": code, "summary": summaries, "seconds": seconds}
 
 
-def earlier_rows(path: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a result file that are not among `rows`, each with the commit that it is of."""
-    if not path.is_file():
-        return []
-    old, again = json.loads(path.read_text()), {(row["part"], row["tool"]) for row in rows}
-    kept = [row for row in old["tools"] if (row["part"], row["tool"]) not in again]
-    return [{**row, "commit": row.get("commit", old["commit"])} for row in kept]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", action="append", choices=TOOLS, default=[])
@@ -251,8 +241,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is not None:
         result: dict[str, Any] = machine(0)
         result |= {"commit": args.commit} if args.commit else {}
+        again = {(row["part"], row["tool"]) for row in rows}
+        kept = earlier_rows(args.out, "tools", lambda row: (row["part"], row["tool"]) in again)
         now = [{**row, "commit": result["commit"]} for row in rows]
-        write_json(args.out, result | {"tools": earlier_rows(args.out, rows) + now})
+        write_json(args.out, result | {"tools": kept + now})
     return 1 if any(row["exit_code"] for row in rows) else 0
 
 

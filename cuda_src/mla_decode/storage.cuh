@@ -7,7 +7,7 @@
 #include "ptx/griddep.cuh"
 #include "snapmla_config.h"
 
-// offsetof, which NVRTC before 13.1 does not have. Not a constant expression; compilers fold it.
+// offsetof, which NVRTC 13.0 does not have. Not a constant expression; compilers fold it.
 #define OFFSET_OF(Type, member) \
   static_cast<unsigned>(        \
       reinterpret_cast<unsigned long long>(&static_cast<const Type*>(nullptr)->member))

@@ -30,17 +30,17 @@ __device__ __forceinline__ unsigned long long wgmma_desc_sw128(unsigned address)
          (address >> 4);
 }
 
+// The same with 64-byte swizzle: rows of 64 bytes, 8-row groups of 512 bytes.
+__device__ __forceinline__ unsigned long long wgmma_desc_sw64(unsigned address) {
+  return (2ull << 62) | (static_cast<unsigned long long>(512 >> 4) << 32) | (1ull << 16) |
+         (address >> 4);
+}
+
 // The descriptor of a tile `distance` 16-byte units behind another one; modulo 2^32, no carry.
 __device__ __forceinline__ unsigned long long wgmma_desc_moved(unsigned long long desc,
                                                                unsigned distance) {
   const unsigned low = static_cast<unsigned>(desc) + distance;
   return (desc & 0xffffffff00000000ull) | low;
-}
-
-// The same with 64-byte swizzle: rows of 64 bytes, 8-row groups of 512 bytes.
-__device__ __forceinline__ unsigned long long wgmma_desc_sw64(unsigned address) {
-  return (2ull << 62) | (static_cast<unsigned long long>(512 >> 4) << 32) | (1ull << 16) |
-         (address >> 4);
 }
 
 // wgmma m64n64k32 e4m3, A from shared memory.
