@@ -33,7 +33,8 @@
 // block. Roles, one warpgroup each (registers for up to 32 / 64 rows):
 //   scores  200 / 120   S, softmax, P, row sums                       mla_decode/weights.cuh
 //   output  144 / 184   two warpgroups, 256 dims each: T and O        mla_decode/output.cuh
-//   load    24          warp 0 cache blocks, 1-2 token factors, 3 Q   mla_decode/load.cuh
+//   load    24          warp 0 cache blocks and the first Q, 1-2 token factors,
+//                       3 the other Q                                 mla_decode/load.cuh
 // Shared memory (219 to 227 KB): five places, for cache blocks with all that belongs to them and for Q,
 // and 2 P tiles with all that belongs to theirs; storage.cuh.
 // Barriers (storage.cuh says who arrives and who waits): a stage goes load -> tokens -> scores ->

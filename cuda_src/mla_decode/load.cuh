@@ -63,15 +63,32 @@ class PageIds {
   int end_, next_, ahead_;
 };
 
+// The first turn round the ring. Copies under way are served side by side: were all places asked for at
+// once, the first block would land about when the last one does (after 5 us at 64 rows), and nothing
+// could begin before. So the copy of a block waits until the one kAtOnce places before it has landed,
+// which leaves as many under way as the memory's whole rate needs.
+struct FirstTurn {
+  static constexpr int kAtOnce = 2;
+  int places = 0;  // asked for so far
+
+  // One thread, before it asks for the place at `stage`.
+  __device__ __forceinline__ void wait(unsigned stage) const {
+    if (places < kAtOnce || places >= kStages) return;
+    MBARRIER_WAIT(full_barrier(stage - kAtOnce * static_cast<unsigned>(sizeof(Stage))), 0);
+  }
+  __device__ __forceinline__ void pass() { ++places; }
+};
+
 // The cache block of one page into the next stage; `exists` is false for the second page of a block of
 // two that the request does not reach.
 __device__ __forceinline__ void load_page(const MlaDecodeParams& p, const StageRing& ring, int id,
                                           bool exists, unsigned long long policy,
-                                          Profile<2>& profile) {
+                                          const FirstTurn& turn, Profile<2>& profile) {
   DEVICE_CHECK(id >= 0 && id < p.num_blocks);
   if (!elect_one()) return;
   profile.mark(1);
   MBARRIER_WAIT(empty_barrier(ring.at), ring.phase ^ 1);
+  turn.wait(ring.at);
   profile.mark(0);
   if (exists) {
     load_block(p, ring.at, id, policy);
@@ -82,8 +99,9 @@ __device__ __forceinline__ void load_page(const MlaDecodeParams& p, const StageR
 
 // All cache blocks of a split, and before them its Q tile where it passes through the ring.
 __device__ __forceinline__ void load_split(const MlaDecodeParams& p, StageRing& ring,
-                                           const Split& split, PageIds& pages,
-                                           unsigned long long policy, Profile<2>& profile) {
+                                           FirstTurn& turn, const Split& split,
+                                           PageIds& pages, unsigned long long policy,
+                                           Profile<2>& profile) {
   if constexpr (kQueryInRegisters) {
     if (elect_one()) {
       MBARRIER_WAIT(empty_barrier(ring.at), ring.phase ^ 1);
@@ -91,6 +109,7 @@ __device__ __forceinline__ void load_split(const MlaDecodeParams& p, StageRing& 
     }
     __syncwarp();
     ring.advance();
+    turn.pass();
   }
   const int last = (split.seqlen + kBlockSize - 1) / kBlockSize;
   const int end = split.end * kPages;
@@ -100,11 +119,22 @@ __device__ __forceinline__ void load_split(const MlaDecodeParams& p, StageRing& 
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const bool exists = kPages == 1 || first + i < last;
-      load_page(p, ring, __shfl_sync(0xffffffffu, ids, i), exists, policy, profile);
+      load_page(p, ring, __shfl_sync(0xffffffffu, ids, i), exists, policy, turn, profile);
       __syncwarp();
+      turn.pass();
       ring.advance();
     }
   }
+}
+
+// The Q tile of a CTA's first split, where Q has a place of its own. Nothing can begin without it: so the
+// load warp asks for it before the first cache block.
+__device__ __forceinline__ void load_first_query(const MlaDecodeParams& p, Storage& s,
+                                                 const Split& split) {
+  if constexpr (kQueryInRegisters) return;
+  if (!elect_one()) return;
+  load_query_tile(p, query_tile(s), shared_address(&s.query_full), split.req,
+                  createpolicy_evict_last());
 }
 
 // Load warp: all cache blocks of the CTA, as early as stages are free. The first page ids are looked
@@ -118,11 +148,15 @@ __device__ __forceinline__ void load_role(const MlaDecodeParams& p, Storage& s) 
   Profile<2> profile;  // waiting for a free stage; the rest
   PageIds pages;
   bool started = false;
+  FirstTurn turn;
   while (schedule.next(split)) {
     pages.open(p, split);
-    if (!started) wait_for_storage();
+    if (!started) {
+      wait_for_storage();
+      load_first_query(p, s, split);
+    }
     started = true;
-    load_split(p, ring, split, pages, policy, profile);
+    load_split(p, ring, turn, split, pages, policy, profile);
   }
   if (!started) wait_for_storage();
   if (elect_one()) profile.store(profile_slot(p, kProducerRole));
@@ -201,14 +235,16 @@ __device__ __forceinline__ void token_role(const MlaDecodeParams& p, Storage& s)
   }
 }
 
-// Query warp, where Q has a place of its own: the Q tile of each split.
+// Query warp, where Q has a place of its own: the Q tile of each split but the first, which the load
+// warp brings.
 __device__ __forceinline__ void query_role(const MlaDecodeParams& p, Storage& s) {
   if constexpr (kQueryInRegisters) return;
   if ((threadIdx.x & 31) != 0) return;
   const unsigned long long policy = createpolicy_evict_last();
   Schedule schedule(p);
   Split split;
-  unsigned phase = 0;
+  if (!schedule.next(split)) return;
+  unsigned phase = 1;
   while (schedule.next(split)) {
     MBARRIER_WAIT(shared_address(&s.query_empty), phase ^ 1);
     load_query_tile(p, query_tile(s), shared_address(&s.query_full), split.req, policy);

@@ -111,7 +111,7 @@ struct alignas(1024) Storage : QueryPlace<kQueryInRegisters> {
   Stage stages[kStages];
   Weights weights[kBuffers];
   float sum_inverse[kFactors];     // 1 / L of the rows
-  unsigned long long query_full;   // Q tile landed (not in ring) query warp -> scores
+  unsigned long long query_full;   // Q tile landed (not in ring) query or load warp -> scores
   unsigned long long query_empty;  // Q tile no longer read       scores -> query warp
   unsigned long long sum_full;     // 1 / L written               scores -> output
   unsigned long long sum_empty;    // 1 / L read                  output -> scores
