@@ -1,6 +1,7 @@
 // Waiting on mbarriers, and arriving at them.
 #pragma once
 
+#include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 
 // Shared address of a shared-memory object.
@@ -44,8 +45,9 @@ __device__ __forceinline__ void wait_for(unsigned bar, unsigned parity) {
 #define DEVICE_CHECK(condition) ((void)0)
 #endif
 
-// A warp's arrival: what its lanes did before is done for whoever waits (__syncwarp, then the first
-// lane's release). In debug builds every lane arrives: racecheck follows a thread's own arrival, not
+// A warp's arrival: what its lanes did before is done for whoever waits (__syncwarp, then one lane's
+// release). The elected lane, not lane 0: to ask for the lane costs loops a special register or a vote
+// each time. In debug builds every lane arrives: racecheck follows a thread's own arrival, not
 // one made for it by another lane of its warp.
 #if SNAPMLA_DEBUG
 constexpr unsigned kWarpArrivals = 32;
@@ -59,7 +61,7 @@ __device__ __forceinline__ void mbarrier_init_warps(unsigned bar, unsigned warps
 
 __device__ __forceinline__ void warp_arrive(unsigned bar, unsigned count = 1) {
   __syncwarp();
-  if (kWarpArrivals == 1 && (threadIdx.x & 31) != 0) return;
+  if (kWarpArrivals == 1 && !elect_one()) return;
   if (count == 1) {
     mbarrier_arrive(bar);
   } else {

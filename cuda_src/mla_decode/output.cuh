@@ -109,10 +109,15 @@ __device__ __forceinline__ void promote(float (&o)[kTileRegisters],
   }
 }
 
+// Shared address of P tile 0, kept in a uniform register: an address that is built anew in each block
+// costs a read of a special register there.
+__device__ __forceinline__ unsigned weights_address(const Storage& s) {
+  return __shfl_sync(0xffffffffu, shared_address(s.weights), 0);
+}
+
 // Matrix descriptor of P tile 0; of the other one, and of a k32 step, by constant distances.
-__device__ __forceinline__ unsigned long long weights_desc(const Storage& s) {
-  const unsigned base = __shfl_sync(0xffffffffu, shared_address(s.weights), 0);
-  return kPages == 1 ? wgmma_desc_sw64(base) : wgmma_desc_sw128(base);
+__device__ __forceinline__ unsigned long long weights_desc(unsigned weights) {
+  return kPages == 1 ? wgmma_desc_sw64(weights) : wgmma_desc_sw128(weights);
 }
 
 using ChunkValues = unsigned[2 * kPages][4];  // a k32 step each
@@ -154,17 +159,29 @@ struct OutputLoop {
   Storage& s;
   const int half;
   const OutputPlaces places;
-  const unsigned long long weights;  // weights_desc
+  const unsigned weights;            // weights_address
+  const unsigned long long desc;     // weights_desc
   StageRing ring;                    // of the next page
   WeightsPhases phases;
   Profile<kOutputIntervals> profile;
 
   __device__ __forceinline__ OutputLoop(const MlaDecodeParams& p_, Storage& s_, int half_)
-      : p(p_), s(s_), half(half_), places(s_, half_), weights(weights_desc(s_)), ring(s_) {}
+      : p(p_),
+        s(s_),
+        half(half_),
+        places(s_, half_),
+        weights(weights_address(s_)),
+        desc(weights_desc(weights)),
+        ring(s_) {}
+
+  // Address of P tile `buffer` and of what belongs to it.
+  __device__ __forceinline__ unsigned weights_at(unsigned buffer) const {
+    return weights + buffer * kWeightsBytes;
+  }
 
   // Waits for the block in P tile `buffer`; the stages of its pages.
   __device__ __forceinline__ void take_block(unsigned (&stages)[kPages], unsigned buffer) {
-    MBARRIER_WAIT(shared_address(&s.weights[buffer].full), phases.parity(buffer));
+    MBARRIER_WAIT(weights_at(buffer) + OFFSET_OF(Weights, full), phases.parity(buffer));
     phases.pass(buffer);
     fence_proxy_async_shared();  // P was written by the score warps, the tensor core reads it
 #pragma unroll
@@ -187,12 +204,12 @@ struct OutputLoop {
     const unsigned kBlockFactor = OFFSET_OF(Weights, block_factor);
     const unsigned kRaiseFactor = OFFSET_OF(Weights, raise_factor);
     const unsigned factors = places.factors + buffer * kWeightsBytes;
-    const unsigned long long tile_desc = weights + buffer * (kWeightsBytes >> 4);
+    const unsigned long long tile_desc = desc + buffer * (kWeightsBytes >> 4);
     unsigned stages[kPages];
     take_block(stages, buffer);
     ChunkValues raw, a;
     load_chunk(raw, stages, places, 0);
-    const int4 raised = *reinterpret_cast<const int4*>(s.weights[buffer].raised);
+    const uint4 raised = ld_shared_v4(weights_at(buffer) + OFFSET_OF(Weights, raised));
     if (raised.x | raised.y | raised.z | raised.w) scale_outputs(o, factors + kRaiseFactor);
     RowFactors factor;
     load_factors(factor, factors + kBlockFactor);
@@ -213,7 +230,7 @@ struct OutputLoop {
         trace.chunk(chunk, part, tile, o[chunk]);
       }
     }
-    warp_arrive(shared_address(&s.weights[buffer].empty));
+    warp_arrive(weights_at(buffer) + OFFSET_OF(Weights, empty));
     profile.mark(kProfileOutput);
   }
 
@@ -231,32 +248,64 @@ struct OutputLoop {
   }
 };
 
-// [S9] Divide by L and store: bf16 where the split is the only one, fp32 partials otherwise.
-__device__ __forceinline__ void store_outputs(const Outputs& o, const MlaDecodeParams& p,
-                                              const Storage& s, const Split& split, int half) {
-  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
-  const bool single = split.result == kOnlySplit;
-  const long long block = single ? split.req : split.result;
-  const int dim = 256 * half + 16 * warp + 2 * (lane >> 2);
+// [S9] o = hold(O / L); `inverse`: address of 1 / L of a lane's rows. Hardly ever does a value need to
+// be held; the code of the usual case is short, since it runs once a split and comes from far.
+__device__ __forceinline__ void divide_outputs(Outputs& o, unsigned inverse) {
+  scale_outputs(o, inverse);
+  float largest = 0.0f;
+#pragma unroll
+  for (int c = 0; c < kOutputChunks; ++c) {
+#pragma unroll
+    for (int i = 0; i < kTileRegisters; ++i) largest = fmaxf(largest, fabsf(o[c][i]));  // NaN is kept
+  }
+  if (__builtin_expect(largest > kBf16Max, 0)) {
+#pragma unroll
+    for (int c = 0; c < kOutputChunks; ++c) {
+#pragma unroll
+      for (int i = 0; i < kTileRegisters; ++i) o[c][i] = hold(o[c][i]);
+    }
+  }
+}
+
+// Two dims of a row, in bf16 and in fp32.
+__device__ __forceinline__ void store_pair(unsigned short* to, float x, float y) {
+  *reinterpret_cast<unsigned*>(to) = cvt_bf16x2(y, x);
+}
+__device__ __forceinline__ void store_pair(float* to, float x, float y) {
+  *reinterpret_cast<float2*>(to) = make_float2(x, y);
+}
+
+// This lane's rows of a result [rows][512], from its first row on, of which `rows` exist, at `to`. All
+// places are constant distances from there.
+template <class T>
+__device__ __forceinline__ void store_rows(T* to, int rows, const Outputs& o) {
 #pragma unroll
   for (int j = 0; j < kRows / 8; ++j) {
 #pragma unroll
     for (int d = 0; d < 2; ++d) {
-      const float inverse = s.sum_inverse[(lane & 3) * kFactorStride + 2 * j + d];
-      const int row = blockIdx.x * kTileM + 8 * j + 2 * (lane & 3) + d;
-      if (row >= p.num_rows) continue;
-      const long long at = (block * p.num_rows + row) * kKvLoraRank + dim;
+      if (8 * j + d >= rows) continue;
 #pragma unroll
       for (int c = 0; c < kOutputChunks; ++c) {
-        const float x = hold(__fmul_rn(o[c][4 * j + d], inverse));
-        const float y = hold(__fmul_rn(o[c][4 * j + 2 + d], inverse));
-        if (single) {
-          reinterpret_cast<unsigned*>(p.out)[(at + 64 * c) >> 1] = cvt_bf16x2(y, x);
-        } else {
-          *reinterpret_cast<float2*>(p.o_accum + at + 64 * c) = make_float2(x, y);
-        }
+        store_pair(to + (8 * j + d) * kKvLoraRank + 64 * c, o[c][4 * j + d], o[c][4 * j + 2 + d]);
       }
     }
+  }
+}
+
+// [S9] Divide by L and store: bf16 where the split is the only one, fp32 partials otherwise.
+__device__ __forceinline__ void store_outputs(Outputs& o, const MlaDecodeParams& p, const Storage& s,
+                                              const Split& split, int half) {
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
+  divide_outputs(o, shared_address(s.sum_inverse) + (lane & 3) * (kFactorStride * 4));
+  const bool single = split.result == kOnlySplit;
+  const long long block = single ? split.req : split.result;
+  const int row = blockIdx.x * kTileM + 2 * (lane & 3);
+  const int dim = 256 * half + 16 * warp + 2 * (lane >> 2);
+  const long long at = (block * p.num_rows + row) * kKvLoraRank + dim;
+  if (single) {
+    store_rows(static_cast<unsigned short*>(p.out) + at, p.num_rows - row, o);
+  } else {
+    store_rows(p.o_accum + at, p.num_rows - row, o);
   }
 }
 

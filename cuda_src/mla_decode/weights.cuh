@@ -270,19 +270,26 @@ __device__ __forceinline__ void store_raise(const ScorePlaces& places, unsigned 
                __int_as_float(raised));
 }
 
-// [S9] 1 / L for the output warps, and the rows' lse.
-__device__ __forceinline__ void finish_rows(const Rows& rows, const MlaDecodeParams& p, Storage& s,
-                                            const Split& split, int row) {
-  const int lane = threadIdx.x & 31;
+// [S9] 1 / L of the rows for the output warps, and the sums L.
+__device__ __forceinline__ void publish_sums(PerRow& total, const Rows& rows, Storage& s, int row) {
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
-    const float total = quad_sum(rows.row_sum[half]);
-    const bool empty = total == 0.0f;
+    total[half] = quad_sum(rows.row_sum[half]);
+    const float inverse = total[half] == 0.0f ? 0.0f : __frcp_rn(total[half]);
+    if ((threadIdx.x & 3) != 0 || !lane_has_rows(threadIdx.x & 31)) continue;
+    s.sum_inverse[factor_index((row + 8 * half) & (kTileM - 1))] = inverse;
+  }
+}
+
+// [S9] The rows' lse, in nats where the split is the only one.
+__device__ __forceinline__ void store_lse(const PerRow& total, const Rows& rows,
+                                          const MlaDecodeParams& p, const Split& split, int row) {
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    const float lse2 =
+        total[half] == 0.0f ? kNegInf : __fadd_rn(rows.reference[half], log2_soft(total[half]));
     const int at = row + 8 * half;
-    if ((lane & 3) != 0 || !lane_has_rows(lane)) continue;
-    s.sum_inverse[factor_index(at & (kTileM - 1))] = empty ? 0.0f : __frcp_rn(total);
-    const float lse2 = empty ? kNegInf : __fadd_rn(rows.reference[half], log2_soft(total));
-    if (at >= p.num_rows) continue;
+    if ((threadIdx.x & 3) != 0 || !lane_has_rows(threadIdx.x & 31) || at >= p.num_rows) continue;
     if (split.result == kOnlySplit) {
       const int query = at / p.num_heads_q, head = at % p.num_heads_q;
       const long long line = static_cast<long long>(split.req) * p.num_heads_q + head;
@@ -597,8 +604,10 @@ __device__ __forceinline__ void score_role(const MlaDecodeParams& p, Storage& s)
     loop.run(q, split);
     if constexpr (!kQueryInRegisters) warp_arrive(shared_address(&s.query_empty));
     MBARRIER_WAIT(shared_address(&s.sum_empty), phase ^ 1);
-    finish_rows(loop.rows, p, s, split, loop.row);
-    warp_arrive(shared_address(&s.sum_full));
+    PerRow total;
+    publish_sums(total, loop.rows, s, loop.row);
+    warp_arrive(shared_address(&s.sum_full));  // nobody waits for the lse
+    store_lse(total, loop.rows, p, split, loop.row);
     phase ^= 1;
     loop.profile.mark(kProfileSplit);
   }
