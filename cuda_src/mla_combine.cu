@@ -29,6 +29,7 @@
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
+constexpr int kCtasPerSm = 3;
 constexpr unsigned kFullMask = 0xffffffffu;
 constexpr int kMaxSplits = 136;  // held at once; 132 SMs make up to 132 of a request
 constexpr int kTileFloats = kMaxSplits * 32;  // o of a warp's item
@@ -449,6 +450,15 @@ __device__ __forceinline__ RowSum merge_dims(const MlaCombineParams& p, int req,
 
 // -------------------------------------------------------------------------------------------------
 
+// Which turn this CTA has when items are given out. When a CTA of mla_decode leaves an SM, CTAs that
+// follow one another come to it; turns that follow one another go to different SMs, so that all SMs
+// have as much to merge.
+__device__ __forceinline__ int turn_of_cta() {
+  const int cta = static_cast<int>(blockIdx.x), grid = static_cast<int>(gridDim.x);
+  const int place = cta % kCtasPerSm;
+  return cta / kCtasPerSm + (place * grid + kCtasPerSm - 1) / kCtasPerSm;
+}
+
 struct LoadItem {
   const MlaCombineParams& p;
   const Item& item;
@@ -478,7 +488,7 @@ struct MergeItem {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3)
+extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     mla_combine(const __grid_constant__ MlaCombineParams p) {
   extern __shared__ float4 tiles[];
   __shared__ float4 all_weights[kWarps][kMaxSplits / 4];
@@ -489,7 +499,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3)
   // Few items are spread over the CTAs before a CTA gets more; two that follow one another, mostly
   // of one row, go to the same one, where its lse2 are then cached.
   const int grid = static_cast<int>(gridDim.x);
-  int index = ((warp >> 1) * grid + static_cast<int>(blockIdx.x)) * 2 + (warp & 1);
+  int index = ((warp >> 1) * grid + turn_of_cta()) * 2 + (warp & 1);
   Group group;
   Item item = {0, 0, 0, 0};
   Lse lse2;
