@@ -29,7 +29,7 @@
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kCtasPerSm = 3;
+constexpr int kCtasPerSm = CTAS_PER_SM;  // as the kernel table has it
 constexpr unsigned kFullMask = 0xffffffffu;
 constexpr int kMaxSplits = 136;  // held at once; 132 SMs make up to 132 of a request
 constexpr int kTileFloats = kMaxSplits * 32;  // o of a warp's item

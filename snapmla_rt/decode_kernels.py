@@ -132,7 +132,13 @@ MLA_COMBINE = KernelSpec(
         ("seq_len_q", "i32"),
     ),
     threads=COMBINE_THREADS,
-    variants=(Variant("", (("SMEM_BYTES", COMBINE_SMEM),), COMBINE_SMEM),),
+    variants=(
+        Variant(
+            "",
+            (("SMEM_BYTES", COMBINE_SMEM), ("CTAS_PER_SM", COMBINE_CTAS_PER_SM)),
+            COMBINE_SMEM,
+        ),
+    ),
     max_registers=128,
 )
 

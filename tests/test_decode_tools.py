@@ -197,10 +197,7 @@ def test_grades_of_the_committed_table_follow_from_its_numbers() -> None:
         for us, read in itertools.product(
             (row["us"] - 0.005, row["us"] + 0.005), (row["read_gbps"] - 0.5, row["read_gbps"] + 0.5)
         ):
-            share = case.kv_bytes / us / 1e3 / read
-            measured = {"us": us, "tflops": case.flops / us / 1e6, "share": share}
-            if "flash_mla_bf16_us" in row:
-                measured["times"] = row["flash_mla_bf16_us"] / us
+            measured = bench_mla_decode.measures(case, us, read, row.get("flash_mla_bf16_us"))
             possible.add(bench_mla_decode.target_of(case, measured, "burst")[1])
         assert row["met"] in possible, (row, possible)
 
