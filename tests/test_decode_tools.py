@@ -188,7 +188,11 @@ def test_targets(case: Case, us: float, met: str, capsys: pytest.CaptureFixture[
 
 def test_grades_of_the_committed_table_follow_from_its_numbers() -> None:
     """Within what rounding leaves open: us is given to 0.01, the read rate to 1 GB/s."""
-    rows = json.loads((bench_mla_decode.RESULTS / "mla_decode_h200.json").read_text())["rows"]
+    result = json.loads((bench_mla_decode.RESULTS / "mla_decode_h200.json").read_text())
+    assert {f"cublas_fp8_8192_{name}_accum_tflops" for name in ("fast", "full")} <= set(
+        result["yardsticks"]
+    )
+    rows = result["rows"]
     graded = [row for row in rows if row["section"] == "table" and "met" in row]
     assert len(graded) == 24  # all but the three of 512 tokens, where FlashMLA has no time
     for row in graded:
@@ -218,6 +222,17 @@ def test_rows_that_a_run_does_not_replace_stay_with_their_commit(tmp_path: Path)
     path.write_text(json.dumps({"commit": "old", "rows": rows}))
     kept = earlier_rows(path, "rows", is_replaced)
     assert [(row["us"], row["commit"]) for row in kept] == [(2.0, "old"), (3.0, "older")]
+
+
+def test_yardsticks_stay_with_their_commit_and_machine(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    now = {"commit": "new", "gpu": "a GPU", "driver": "1"}
+    earlier = bench_mla_decode.earlier_yardsticks
+    assert earlier(None, now) == earlier(path, now) == {}
+    path.write_text(json.dumps({**now, "yardsticks": {"cublas": 1500.0}}))
+    assert earlier(path, now) == {"cublas": 1500.0}
+    for name in now:
+        assert earlier(path, {**now, name: "other"}) == {}, name
 
 
 def test_sanitizer_rows_of_other_parts_stay_with_their_commit(

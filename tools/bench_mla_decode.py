@@ -90,11 +90,12 @@ class Run:
         self.result: dict[str, Any] = {
             "method": "burst; see tools/bench.py and tools/bench_mla_decode.py",
             **machine(args.device),
-            "yardsticks": {**self.bench.floors()},
+            "yardsticks": {},
             "rows": [],
         }
         if args.commit:
             self.result["commit"] = args.commit
+        self.result["yardsticks"] = earlier_yardsticks(args.out, self.result) | self.bench.floors()
         self.result["rows"] += earlier_rows(
             args.out, "rows", lambda row: row["section"] in args.only
         )
@@ -271,6 +272,16 @@ class Run:
 
         for row in flash_mla_rows(self.bench, table_cases(), self.repeats):
             self.keep(row)
+
+
+def earlier_yardsticks(path: Path | None, now: Mapping[str, Any]) -> dict[str, Any]:
+    """The yardsticks in a result file that a run of the same commit, GPU and driver left: one that
+    adds sections with --no-cublas must not lose cuBLAS's. No file, none."""
+    if path is None or not path.is_file():
+        return {}
+    old = json.loads(path.read_text())
+    same = all(old[name] == now[name] for name in ("commit", "gpu", "driver"))
+    return dict(old["yardsticks"]) if same else {}
 
 
 def measures(
